@@ -1,0 +1,1 @@
+"""The compressors, each a registered dataclass."""

@@ -1,0 +1,60 @@
+"""The two protocols of compression.
+
+A *direct* codec (:class:`Codec`) maps one tensor to a payload; a *pair* codec (:class:`PairCodec`) sees both factors
+of a gradient. Codecs are pure: no communication, no hidden state; the key is the only source of randomness.
+"""
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from isgq.core.keys import Key
+from isgq.core.payload import Contract, Factors, PairPayload, Payload
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Compresses one tensor.
+
+    Attributes:
+        name: its name in the registry; stands in its payloads.
+        unbiased: whether the mean of ``decode(encode(x, key))`` over keys is x; the law tests read it.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def unbiased(self) -> bool: ...  # noqa: D102
+
+    def encode(self, x: Tensor, key: Key) -> Payload:
+        """Compress a floating-point tensor of any shape; NonFiniteError on NaN or Inf."""
+        ...
+
+    def decode(self, payload: Payload) -> Tensor:
+        """Rebuild the tensor: the payload's shape and dtype, on the device of its symbols."""
+        ...
+
+
+@runtime_checkable
+class PairCodec(Protocol):
+    """Compresses the two factors of a gradient together.
+
+    Attributes:
+        name: its name in the registry; stands in its payloads.
+        unbiased: whether the mean over keys of the reconstructed *gradient* is the gradient.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def unbiased(self) -> bool: ...  # noqa: D102
+
+    def encode_pair(self, factors: Factors, contract: Contract, key: Key) -> PairPayload:
+        """Compress both factors; NonFiniteError on NaN or Inf. Integer x (indices) is sent without loss."""
+        ...
+
+    def decode_pair(self, payload: PairPayload) -> Factors:
+        """Rebuild both factors, on the device of the payload's symbols."""
+        ...

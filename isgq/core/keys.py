@@ -1,0 +1,153 @@
+"""Randomness from explicit keys: a counter hash that gives the same integers on every device and platform.
+
+Layout: a :class:`Key` is hashed once (BLAKE2b, on the host) to a 64-bit *digest*; digest and *role* give four
+32-bit words k0 .. k3. Element i of a stream is a keyed integer hash of the counter i, modulo 2**32:
+
+    x = i + k0
+    x ^= x >> 17;  x *= 0xED5AD4BB;  x += k1
+    x ^= x >> 11;  x *= 0xAC4C1B51;  x += k2
+    x ^= x >> 15;  x *= 0x31848BAB;  x += k3
+    x ^= x >> 14
+
+with logical shifts and wrapping int32 arithmetic, which torch computes alike on every device. Each step is a bijection,
+so no value repeats within 2**32 elements; keys enter between the rounds, so two streams are no shifts of one another.
+torch's own generators are not used: their CUDA stream depends on the GPU model, and a global generator makes the order
+of calls part of the protocol.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isgq.core.errors import OptionError
+
+# (shift, multiplier) of a well-mixing 32-bit permutation.
+_ROUNDS = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
+_LAST_SHIFT = 14
+_CHUNK = 1 << 16  # elements a block on the CPU: all scratch of a block stays within the cache
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Names one tensor of one step on one rank: the only source of randomness, the only address of state.
+
+    Attributes:
+        name: the parameter's name in the model.
+        seed: the run's seed, the same on every rank.
+        step: number of the synchronisation, from 0.
+        rank: the sender's rank.
+    """
+
+    name: str
+    seed: int = 0
+    step: int = 0
+    rank: int = 0
+
+    @property
+    def digest(self) -> int:
+        """64-bit hash of the key; what a receiver needs to draw the same numbers."""
+        text = f"{self.seed}\x1f{self.step}\x1f{self.rank}\x1f{self.name}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def _words(digest: int, role: str, block: int) -> Sequence[int]:
+    text = digest.to_bytes(8, "little") + block.to_bytes(8, "little") + role.encode()
+    raw = hashlib.blake2b(text, digest_size=16, person=b"isgq-stream").digest()
+    return [_signed(int.from_bytes(raw[i : i + 4], "little")) for i in (0, 4, 8, 12)]
+
+
+def _xor_shift(x: Tensor, shift: int, scratch: Tensor) -> None:
+    """``x ^= x >> shift`` with a logical shift: torch shifts int32 arithmetically, so the sign bits are masked off."""
+    torch.bitwise_right_shift(x, shift, out=scratch)
+    x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
+
+
+def _fill(out: Tensor, ramp: Tensor, digest: int, role: str, start: int) -> None:
+    """Write elements ``start ..`` of a stream into int32 ``out``; no block boundary lies within."""
+    block, low = divmod(start, 1 << 31)
+    k0, *later = _words(digest, role, block)
+    torch.add(ramp[: out.numel()], _signed((low + k0) % (1 << 32)), out=out)
+    scratch = torch.empty_like(out)
+    for (shift, multiplier), word in zip(_ROUNDS, later, strict=True):
+        _xor_shift(out, shift, scratch)
+        out.mul_(_signed(multiplier)).add_(word)
+    _xor_shift(out, _LAST_SHIFT, scratch)
+
+
+def _pieces(n: int, start: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Cut a stream into pieces that fit the cache and cross no block boundary: ``(first, last)`` offsets."""
+    size = _CHUNK if device.type == "cpu" else max(n, 1)
+    first = 0
+    while first < n:
+        last = min(n, first + size, first + (1 << 31) - (start + first) % (1 << 31))
+        yield first, last
+        first = last
+
+
+def _check_range(n: int, start: int) -> None:
+    if n < 0 or start < 0:
+        raise OptionError(f"a stream has no {n} elements from {start}: both numbers must be >= 0")
+
+
+def random_int32(digest: int, role: str, n: int, device: torch.device | str = "cpu", *, start: int = 0) -> Tensor:
+    """Elements ``start .. start + n - 1`` of the stream (digest, role): int32 ``[n]``, all 32 bits random.
+
+    Args:
+        digest: ``Key.digest``, or the digest of a received payload.
+        role: what the numbers are for, e.g. ``"x.dither"``; different roles give independent streams.
+        n: how many numbers.
+        device: where to make them; the values do not depend on it.
+        start: first element, so that long streams can be made in pieces.
+
+    Raises:
+        OptionError: n or start is negative.
+    """
+    _check_range(n, start)
+    out = torch.empty(n, dtype=torch.int32, device=device)
+    ramp = torch.arange(min(n, _CHUNK if out.device.type == "cpu" else n), dtype=torch.int32, device=device)
+    for first, last in _pieces(n, start, out.device):
+        _fill(out[first:last], ramp, digest, role, start + first)
+    return out
+
+
+def to_uniform(bits: Tensor) -> Tensor:
+    """Random int32 bits as float32 in the open interval (-1/2, 1/2).
+
+    The 2**24 odd multiples of 2**-25, exact in float32 and symmetric about 0, so the mean is exactly 0.
+    """
+    return bits.bitwise_right_shift(7).bitwise_or_(1).to(torch.float32).mul_(2.0**-25)
+
+
+def uniform(
+    digest: int, role: str, shape: Sequence[int], device: torch.device | str = "cpu", *, start: int = 0
+) -> Tensor:
+    """Uniform numbers in (-1/2, 1/2): float32 of the given shape, the same on every device.
+
+    Args:
+        digest: as in :func:`random_int32`.
+        role: as in :func:`random_int32`.
+        shape: shape of the result, filled in row-major order.
+        device: where to make them; the values do not depend on it.
+        start: first element of the stream.
+
+    Raises:
+        OptionError: a negative size or start.
+    """
+    n = math.prod(shape)
+    _check_range(n, start)
+    out = torch.empty(n, dtype=torch.float32, device=device)
+    ramp = torch.arange(min(n, _CHUNK if out.device.type == "cpu" else n), dtype=torch.int32, device=device)
+    bits = torch.empty_like(ramp)
+    for first, last in _pieces(n, start, out.device):
+        part = bits[: last - first]
+        _fill(part, ramp, digest, role, start + first)
+        out[first:last].copy_(part.bitwise_right_shift_(7).bitwise_or_(1)).mul_(2.0**-25)
+    return out.reshape(tuple(shape))

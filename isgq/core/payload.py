@@ -1,0 +1,121 @@
+"""What travels between the stations of the road: factors, symbols and payloads.
+
+Index legend used throughout the package: ``b`` batch (or row), ``i`` input features, ``o`` output features.
+For a linear layer x is ``[b, i]``, d is ``[b, o]`` and the weight gradient is ``einsum("bo,bi->oi", d, x)``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from isgq.core.errors import CodecError, NonFiniteError
+
+Contract = Callable[[Tensor, Tensor], Tensor]
+"""``(x, d) -> weight gradient``, linear in either argument; what an adapter computes for its module."""
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The two factors of a weight gradient.
+
+    Attributes:
+        x: the layer's input; floating point, or integer where the input is a table of indices (Embedding).
+        d: gradient of the loss with respect to the layer's output (before the non-linearity).
+    """
+
+    x: Tensor
+    d: Tensor
+
+
+def symbol_dtype(alphabet: int) -> torch.dtype:
+    """Smallest of torch's integer types that holds ``0 .. alphabet - 1``."""
+    for dtype, limit in ((torch.uint8, 1 << 8), (torch.int16, 1 << 15), (torch.int32, 1 << 31)):
+        if alphabet <= limit:
+            return dtype
+    return torch.int64
+
+
+@dataclass(frozen=True, slots=True)
+class Symbols:
+    """Integers in ``[0, alphabet)``; the wire decides how many bits each takes.
+
+    Attributes:
+        values: 1-d, contiguous, of dtype ``symbol_dtype(alphabet)`` (converted when made, if need be).
+        alphabet: number of different symbols, at least 1.
+    """
+
+    values: Tensor
+    alphabet: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.alphabet <= 1 << 62:
+            raise CodecError(f"alphabet is {self.alphabet}, must be in 1 .. 2**62")
+        values = self.values.to(symbol_dtype(self.alphabet)).reshape(-1).contiguous()
+        object.__setattr__(self, "values", values)
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Everything a receiver needs to rebuild one tensor, and nothing else.
+
+    Attributes:
+        codec: registry name of the codec that made it.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor; decoding returns it.
+        symbols: named streams of small integers.
+        tensors: named raw tensors (scales, codebooks), sent as they are.
+        digest: ``Key.digest`` of the sender's key, from which shared randomness is drawn again; 0 where none is used.
+    """
+
+    codec: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    symbols: Mapping[str, Symbols] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    digest: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the tensor."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class PairPayload:
+    """A payload for each factor.
+
+    Attributes:
+        codec: registry name of the pair codec that made it.
+        x: the input's payload.
+        d: the output gradient's payload.
+    """
+
+    codec: str
+    x: Payload
+    d: Payload
+
+
+def check_finite(x: Tensor, what: str) -> None:
+    """Refuse NaN and Inf.
+
+    Args:
+        x: any tensor; integers pass.
+        what: how to call it in the message.
+
+    Raises:
+        NonFiniteError: some element is NaN or Inf.
+    """
+    # One pass without a mask: the sum of x*0 is NaN as soon as one element is not finite.
+    if x.is_floating_point() and x.numel() and not torch.isfinite((x.detach() * 0).sum()):
+        count = int((~torch.isfinite(x)).sum())
+        raise NonFiniteError(
+            f"{what} holds {count} NaN or Inf among {x.numel()} elements; "
+            "look for a diverging loss, a bad sample or an overflow in reduced precision"
+        )

@@ -1,0 +1,178 @@
+"""One string names a codec and its options, for instance ``"dithered:levels=4,bucket=row"``.
+
+Grammar::
+
+    spec   := name [ "(" spec ")" ] [ ":" option { "," option } ]
+    option := field "=" value
+
+A codec is a dataclass; its fields are its options, their annotations say how a value is read, and its
+``__post_init__`` checks the ranges. The inner spec in parentheses fills the one field annotated ``Codec``.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from isgq.core.codec import Codec, PairCodec
+from isgq.core.errors import OptionError
+
+AnyCodec = Codec | PairCodec
+_T = TypeVar("_T")
+_REGISTRY: dict[str, type[Any]] = {}
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+
+
+def register_codec(name: str) -> Callable[[type[_T]], type[_T]]:
+    """Class decorator that makes a codec available as ``isgq.codec("name:option=value")``.
+
+    The class is a dataclass with these members (a pair codec has ``encode_pair`` and ``decode_pair`` instead)::
+
+        unbiased: ClassVar[bool]                       # or a property
+        def encode(self, x: Tensor, key: Key) -> Payload: ...
+        def decode(self, payload: Payload) -> Tensor: ...
+
+    Its ``name`` attribute is set by the decorator.
+
+    Args:
+        name: lower-case identifier, at most 31 ASCII characters, not yet taken.
+
+    Raises:
+        OptionError: the name is taken or malformed, or the class is no dataclass.
+    """
+
+    def register(cls: type[_T]) -> type[_T]:
+        if not (name.isidentifier() and name.isascii() and name == name.lower() and len(name) <= 31):
+            raise OptionError(f"codec name {name!r} must be a lower-case ASCII identifier of at most 31 letters")
+        if name in _REGISTRY:
+            raise OptionError(f"codec {name!r} is already registered by {_REGISTRY[name].__qualname__}")
+        if not dataclasses.is_dataclass(cls):
+            raise OptionError(f"{cls.__qualname__} must be a dataclass: its fields are the codec's options")
+        cls.name = name  # type: ignore[attr-defined]
+        _REGISTRY[name] = cls
+        return cls
+
+    return register
+
+
+def codec_names() -> list[str]:
+    """Registered names, sorted."""
+    return sorted(_REGISTRY)
+
+
+def codec_class(name: str) -> type[Any]:
+    """The class registered under a name.
+
+    Raises:
+        OptionError: unknown name; the message lists the known ones.
+    """
+    if name not in _REGISTRY:
+        raise OptionError(f"unknown codec {name!r}; known: {', '.join(codec_names())}")
+    return _REGISTRY[name]
+
+
+def codec(spec: "str | AnyCodec") -> AnyCodec:
+    """Build a codec from its spec string; a codec object is returned as it is.
+
+    Args:
+        spec: e.g. ``"dithered:levels=1,bucket=row"``.
+
+    Raises:
+        OptionError: malformed spec, unknown name or option, or a value outside its range.
+    """
+    if not isinstance(spec, str):
+        return spec
+    name, inner, options = _split(spec)
+    cls = codec_class(name)
+    known = {f.name: f for f in dataclasses.fields(cls) if f.init}
+    hints = typing.get_type_hints(cls)
+    nested = [n for n in known if hints[n] in {Codec, PairCodec, AnyCodec}]
+    values: dict[str, Any] = {}
+    if inner is not None:
+        if not nested:
+            raise OptionError(f"codec {name!r} takes no inner codec, got ({inner})")
+        values[nested[0]] = codec(inner)
+    elif nested:
+        raise OptionError(f"codec {name!r} needs an inner codec: {name}(...), for instance {name}(top_k)")
+    for option in options:
+        field, equals, text = option.partition("=")
+        field = field.strip()
+        if not equals or field not in known or field in nested:
+            allowed = ", ".join(n for n in known if n not in nested) or "none"
+            raise OptionError(f"codec {name!r} has no option {option.strip()!r}; write option=value with: {allowed}")
+        if field in values:
+            raise OptionError(f"option {field!r} of codec {name!r} is given twice")
+        values[field] = _parse(name, field, text.strip(), hints[field])
+    built: AnyCodec = cls(**values)
+    return built
+
+
+def spec_of(codec_object: AnyCodec) -> str:
+    """Canonical spec string of a codec: every option, in the order of the fields; what ranks compare."""
+    inner, options = "", []
+    for f in dataclasses.fields(codec_object):  # type: ignore[arg-type]
+        if not f.init:
+            continue
+        value = getattr(codec_object, f.name)
+        if isinstance(value, (Codec, PairCodec)):
+            inner = f"({spec_of(value)})"
+        else:
+            options.append(f"{f.name}={value}")
+    return f"{codec_object.name}{inner}" + (":" + ",".join(options) if options else "")
+
+
+def _split(spec: str) -> tuple[str, str | None, list[str]]:
+    """Split ``name(inner):a=1,b=2`` at the outer level; OptionError where it is malformed."""  # noqa: DOC501
+    head, inner, rest = spec.strip(), None, ""
+    opening = head.find("(")
+    colon = head.find(":")
+    if opening >= 0 and (colon < 0 or opening < colon):
+        depth = 0
+        for at, letter in enumerate(head):
+            depth += (letter == "(") - (letter == ")")
+            if letter == ")" and depth == 0:
+                head, inner, rest = head[:opening], head[opening + 1 : at], head[at + 1 :]
+                break
+        else:
+            raise OptionError(f"codec spec {spec!r} has an unclosed '('")
+        if rest and not rest.startswith(":"):
+            raise OptionError(f"codec spec {spec!r}: after ')' only ':option=value' may follow, got {rest!r}")
+        rest = rest[1:]
+    elif colon >= 0:
+        head, rest = head[:colon], head[colon + 1 :]
+    return head.strip(), inner, [o for o in rest.split(",") if o.strip()]
+
+
+def _parse(name: str, field: str, text: str, hint: Any) -> Any:
+    """Read one option as the type that its annotation names; OptionError where it is none."""  # noqa: DOC501
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for kind in kinds:
+        if kind is type(None) and text.lower() == "none":
+            return None
+        if typing.get_origin(kind) is typing.Literal:
+            if text in typing.get_args(kind):
+                return text
+        elif kind is bool:
+            if text.lower() in _TRUE | _FALSE:
+                return text.lower() in _TRUE
+        elif kind in {int, float}:
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+        elif kind is str:
+            return text
+    raise OptionError(f"option {field}={text!r} of codec {name!r} must be {_wanted(kinds)}")
+
+
+def _wanted(kinds: tuple[Any, ...]) -> str:
+    words: list[str] = []
+    for kind in kinds:
+        if typing.get_origin(kind) is typing.Literal:
+            words += [repr(v) for v in typing.get_args(kind)]
+        elif kind is bool:
+            words.append("true or false")
+        else:
+            words.append({int: "an integer", float: "a number", type(None): "none"}.get(kind, "text"))
+    return " or ".join(words)

@@ -1,0 +1,1 @@
+"""Capture of factors and reconstruction of gradients, one adapter per module type."""
