@@ -1,1 +1,22 @@
-"""isgq."""
+"""Communication-efficient distributed training: quantize the factors of the gradient, not the gradient."""
+
+from isgq import codecs, wire
+from isgq.core.errors import IsgqError
+from isgq.core.keys import Key
+from isgq.core.payload import Factors
+from isgq.core.registry import codec, register_codec
+from isgq.session import Session, instrument
+from isgq.version import __version__
+
+__all__ = [
+    "Factors",
+    "IsgqError",
+    "Key",
+    "Session",
+    "__version__",
+    "codec",
+    "codecs",
+    "instrument",
+    "register_codec",
+    "wire",
+]

@@ -1,1 +1,174 @@
-"""Moves bytes between ranks."""
+"""Moves bytes between ranks and counts them; knows no codec.
+
+Every method is a collective: the same calls in the same order on every rank. Byte counts are what is handed over at
+this door: ``sent`` grows by this rank's message once (a ring or a tree may forward it more often), ``received`` by
+what arrives from the other ranks. Padding and length exchanges count.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isgq.core.errors import ExchangeError
+
+_T = TypeVar("_T")
+
+
+class Pending(Generic[_T]):
+    """A transfer under way; :meth:`wait` gives its result and may be called more than once."""
+
+    def __init__(self, finish: Callable[[], _T]) -> None:
+        self._finish = finish
+        self._done: list[_T] = []
+
+    def wait(self) -> _T:
+        """Block until the transfer ends; ExchangeError where it fails."""
+        if not self._done:
+            self._done.append(self._finish())
+        return self._done[0]
+
+
+class Exchange(Protocol):
+    """What a session needs of a transport.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks.
+        sent: bytes handed over by this rank so far.
+        received: bytes that came from other ranks so far.
+    """
+
+    rank: int
+    world_size: int
+    sent: int
+    received: int
+
+    def all_gather(self, message: Tensor, lengths: Sequence[int] | None = None) -> Pending[list[Tensor]]:
+        """Every rank's message (uint8 ``[n_rank]``, CPU), in rank order.
+
+        Args:
+            message: uint8 ``[n]``.
+            lengths: every rank's n where all ranks know it already; otherwise an exchange of lengths goes ahead.
+        """
+        ...
+
+    def all_reduce_mean(self, x: Tensor) -> Pending[Tensor]:
+        """Mean over ranks of equal-shaped tensors; may overwrite x."""
+        ...
+
+    def broadcast(self, x: Tensor) -> Pending[Tensor]:
+        """Rank 0's x, written into every rank's contiguous x."""
+        ...
+
+
+class Loopback:
+    """The exchange of a single process: bytes are packed, counted and unpacked, and go nowhere."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size, self.sent, self.received = 0, 1, 0, 0
+
+    def all_gather(self, message: Tensor, lengths: Sequence[int] | None = None) -> Pending[list[Tensor]]:
+        """The message itself."""
+        self.sent += message.numel()
+        return Pending(lambda: [message])
+
+    def all_reduce_mean(self, x: Tensor) -> Pending[Tensor]:
+        """The tensor itself."""
+        self.sent += x.numel() * x.element_size()
+        return Pending(lambda: x)
+
+    def broadcast(self, x: Tensor) -> Pending[Tensor]:
+        """The tensor itself."""
+        return Pending(lambda: x)
+
+
+class TorchExchange:
+    """torch.distributed over gloo (CPU) or NCCL (CUDA).
+
+    Collectives want equal sizes on all ranks, so shorter messages are padded to the longest; the padding is counted.
+
+    Args:
+        group: process group; the default group where None.
+
+    Raises:
+        ExchangeError: torch.distributed is not initialised.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_initialized():
+            raise ExchangeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+        self._group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.sent = self.received = 0
+        on_cuda = "nccl" in dist.get_backend(group)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+
+    def all_gather(self, message: Tensor, lengths: Sequence[int] | None = None) -> Pending[list[Tensor]]:
+        """See :class:`Exchange`."""
+        if lengths is None:
+            mine = torch.tensor([message.numel()], dtype=torch.int64)
+            every = self._gather(mine.view(torch.uint8)).wait()
+            lengths = [int(each.view(torch.int64)) for each in every]
+        sizes = list(lengths)
+        longest = max(sizes)
+        if min(sizes) < longest:
+            message = torch.cat([message, message.new_zeros(longest - message.numel())])
+        gathering = self._gather(message)
+        return Pending(lambda: [part[:size] for part, size in zip(gathering.wait(), sizes, strict=True)])
+
+    def _gather(self, message: Tensor) -> Pending[list[Tensor]]:
+        self.sent += message.numel()
+        self.received += message.numel() * (self.world_size - 1)
+        if not message.numel():
+            return Pending(lambda: [message] * self.world_size)
+        message = message.contiguous().to(self._device)
+        parts = [torch.empty_like(message) for _ in range(self.world_size)]
+        work = self._start(lambda: dist.all_gather(parts, message, group=self._group, async_op=True))
+        return Pending(lambda: self._finish(work, lambda: [part.cpu() for part in parts]))
+
+    def all_reduce_mean(self, x: Tensor) -> Pending[Tensor]:
+        """See :class:`Exchange`; divides before adding, so that half precision does not overflow."""
+        self.sent += x.numel() * x.element_size()
+        self.received += x.numel() * x.element_size()
+        buffer = (x / self.world_size).contiguous().to(self._device)
+        work = self._start(lambda: dist.all_reduce(buffer, group=self._group, async_op=True))
+        return Pending(lambda: self._finish(work, lambda: buffer.to(x.device)))
+
+    def broadcast(self, x: Tensor) -> Pending[Tensor]:
+        """See :class:`Exchange`."""
+        size = x.numel() * x.element_size()
+        self.sent += size if self.rank == 0 else 0
+        self.received += size if self.rank else 0
+        buffer = x.detach().contiguous().to(self._device)  # gloo is silently wrong on strided tensors
+        source = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+        work = self._start(lambda: dist.broadcast(buffer, source, group=self._group, async_op=True))
+
+        def write() -> Tensor:
+            if buffer is not x:
+                x.copy_(buffer)
+            return x
+
+        return Pending(lambda: self._finish(work, write))
+
+    def _start(self, launch: Callable[[], dist.Work | None]) -> dist.Work | None:
+        try:
+            return launch()
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def _finish(self, work: dist.Work | None, result: Callable[[], _T]) -> _T:
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise self._failure(error) from error
+        return result()
+
+    def _failure(self, error: RuntimeError) -> ExchangeError:
+        return ExchangeError(
+            f"rank {self.rank} of {self.world_size}: a collective failed; some rank is dead, stuck or did not take "
+            f"part in this step within the group's timeout ({error})"
+        )

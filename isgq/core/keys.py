@@ -18,7 +18,7 @@ of calls part of the protocol.
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,6 +56,10 @@ class Key:
         """64-bit hash of the key; what a receiver needs to draw the same numbers."""
         text = f"{self.seed}\x1f{self.step}\x1f{self.rank}\x1f{self.name}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+    def child(self, part: str) -> "Key":
+        """Key of a part of this tensor, e.g. ``key.child("x")`` of the gradient's factor x; independent of its own."""
+        return replace(self, name=f"{self.name}/{part}")
 
 
 def _words(digest: int, role: str, block: int) -> Sequence[int]:

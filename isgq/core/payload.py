@@ -86,6 +86,49 @@ class Payload:
             count *= size
         return count
 
+    def require_symbols(self, name: str, count: int, alphabet: int | None = None) -> Symbols:
+        """The stream of symbols of this name.
+
+        Args:
+            name: the stream's name.
+            count: how many symbols it must have.
+            alphabet: which alphabet it must have; None for any.
+
+        Raises:
+            CodecError: it is missing, or its length or alphabet is another.
+        """
+        stream = self.symbols.get(name)
+        if stream is None:
+            raise CodecError(f"payload of {self.codec!r} lacks the symbols {name!r}; it has {sorted(self.symbols)}")
+        if stream.values.numel() != count or alphabet not in {None, stream.alphabet}:
+            wanted = "" if alphabet is None else f" of alphabet {alphabet}"
+            raise CodecError(
+                f"symbols {name!r} of a payload of shape {self.shape} must be {count}{wanted}, "
+                f"got {stream.values.numel()} of alphabet {stream.alphabet}; do sender and receiver use the same codec?"
+            )
+        return stream
+
+    def require_tensor(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        """The raw tensor of this name, as it is.
+
+        Args:
+            name: the tensor's name.
+            count: how many elements it must have.
+            dtype: its dtype.
+
+        Raises:
+            CodecError: it is missing, or its size or dtype is another.
+        """
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise CodecError(f"payload of {self.codec!r} lacks the tensor {name!r}; it has {sorted(self.tensors)}")
+        if tensor.numel() != count or tensor.dtype != dtype:
+            raise CodecError(
+                f"tensor {name!r} of a payload of shape {self.shape} must be {count} x {dtype}, "
+                f"got {tensor.numel()} x {tensor.dtype}; do sender and receiver use the same codec?"
+            )
+        return tensor
+
 
 @dataclass(frozen=True, slots=True)
 class PairPayload:
@@ -112,8 +155,8 @@ def check_finite(x: Tensor, what: str) -> None:
     Raises:
         NonFiniteError: some element is NaN or Inf.
     """
-    # One pass without a mask: the sum of x*0 is NaN as soon as one element is not finite.
-    if x.is_floating_point() and x.numel() and not torch.isfinite((x.detach() * 0).sum()):
+    # One pass without a mask or a copy: both extremes are finite exactly if all elements are (NaN propagates).
+    if x.is_floating_point() and x.numel() and not torch.isfinite(torch.stack(torch.aminmax(x.detach()))).all():
         count = int((~torch.isfinite(x)).sum())
         raise NonFiniteError(
             f"{what} holds {count} NaN or Inf among {x.numel()} elements; "

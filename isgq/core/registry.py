@@ -2,11 +2,12 @@
 
 Grammar::
 
-    spec   := name [ "(" spec ")" ] [ ":" option { "," option } ]
+    spec   := name [ "(" spec { ";" spec } ")" ] [ ":" option { "," option } ]
     option := field "=" value
 
 A codec is a dataclass; its fields are its options, their annotations say how a value is read, and its
-``__post_init__`` checks the ranges. The inner spec in parentheses fills the one field annotated ``Codec``.
+``__post_init__`` checks the ranges. The inner specs in parentheses fill the fields annotated ``Codec`` in their order;
+the last one given stands for the fields that follow too.
 """
 
 import dataclasses
@@ -90,9 +91,11 @@ def codec(spec: "str | AnyCodec") -> AnyCodec:
     nested = [n for n in known if hints[n] in {Codec, PairCodec, AnyCodec}]
     values: dict[str, Any] = {}
     if inner is not None:
-        if not nested:
-            raise OptionError(f"codec {name!r} takes no inner codec, got ({inner})")
-        values[nested[0]] = codec(inner)
+        inners = _split_outside(inner, ";")
+        if len(inners) > len(nested):
+            raise OptionError(f"codec {name!r} takes {len(nested) or 'no'} inner codec(s), got ({inner})")
+        for at, field in enumerate(nested):
+            values[field] = codec(inners[min(at, len(inners) - 1)])
     elif nested:
         raise OptionError(f"codec {name!r} needs an inner codec: {name}(...), for instance {name}(top_k)")
     for option in options:
@@ -110,15 +113,16 @@ def codec(spec: "str | AnyCodec") -> AnyCodec:
 
 def spec_of(codec_object: AnyCodec) -> str:
     """Canonical spec string of a codec: every option, in the order of the fields; what ranks compare."""
-    inner, options = "", []
+    inners, options = [], []
     for f in dataclasses.fields(codec_object):  # type: ignore[arg-type]
         if not f.init:
             continue
         value = getattr(codec_object, f.name)
         if isinstance(value, (Codec, PairCodec)):
-            inner = f"({spec_of(value)})"
+            inners.append(spec_of(value))
         else:
             options.append(f"{f.name}={value}")
+    inner = f"({';'.join(inners)})" if inners else ""
     return f"{codec_object.name}{inner}" + (":" + ",".join(options) if options else "")
 
 
@@ -144,9 +148,22 @@ def _split(spec: str) -> tuple[str, str | None, list[str]]:
     return head.strip(), inner, [o for o in rest.split(",") if o.strip()]
 
 
+def _split_outside(text: str, separator: str) -> list[str]:
+    """Split at the separators that stand in no parentheses."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
 def _parse(name: str, field: str, text: str, hint: Any) -> Any:
     """Read one option as the type that its annotation names; OptionError where it is none."""  # noqa: DOC501
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    union = typing.get_origin(hint) in {types.UnionType, typing.Union}  # int | Literal[...] is a typing.Union
+    kinds = typing.get_args(hint) if union else (hint,)
     for kind in kinds:
         if kind is type(None) and text.lower() == "none":
             return None

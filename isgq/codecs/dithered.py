@@ -1,0 +1,148 @@
+"""Dithered quantization: the error is a uniform number that does not depend on the tensor.
+
+Layout of a payload of n elements in row-major order, cut into buckets of equal size (the last may be shorter):
+
+    symbols["levels"]   [n]        q + L in 0 .. 2L; 2L + 1 is an exact zero (sparse); 0, 1 for q = -1, +1 (one bit)
+    tensors["scales"]   [buckets]  float32: the step s (subtractive, half) or the peak (one bit); 0 for a zero bucket
+    digest                         of the key, from which the dither is drawn again
+
+With dither u uniform in (-1/2, 1/2), drawn alike by sender and receiver:
+
+    subtractive  s = max|w| / L    q = round(w/s + u)      decoded s (q - u)        error variance s^2 / 12
+    half         s = max|w| / L    q = round(w/s + u)      decoded s q              s^2 f (1 - f), f = frac(w/s)
+    one_bit      sigma = 2 max|w|  q = sign(w/sigma + u)   decoded sigma (q/2 - u)  sigma^2 / 12
+
+All three are unbiased. Sources: Abdi and Fekri, "Indirect Stochastic Gradient Quantization", AAAI 2020; subtractive
+dither: Schuchman 1964; half: the stochastic rounding of QSGD (Alistarh et al., NeurIPS 2017).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from isgq.codecs.buckets import Bucket, Buckets, check_bucket, nonzero
+from isgq.codecs.flat import flatten, restore
+from isgq.core.errors import CodecError, OptionError
+from isgq.core.keys import Key, uniform
+from isgq.core.payload import Payload, Symbols, symbol_dtype
+from isgq.core.registry import register_codec
+
+_ROLE = "dither"
+_MAX_LEVELS = 4095  # float32 must hold w/s + u with bits to spare for u
+_LARGEST = torch.finfo(torch.float32).max
+
+
+@register_codec("dithered")
+@dataclass(frozen=True)
+class Dithered:
+    """Dithered uniform quantization with one scale a bucket; unbiased, error independent of the tensor.
+
+    Attributes:
+        levels: L, positive levels; q is in -L .. L. More is finer. 1 .. 4095, and 1 for ``mode="one_bit"``.
+        bucket: elements that share a scale: ``"row"`` (a row is an entry of the first dimension; tensors of one
+            dimension or none are one row), ``"tensor"``, or that many elements. Smaller is finer.
+        sparse: give exact zeros a symbol of their own and decode them as zeros (alphabet 2L + 2 instead of 2L + 1).
+            Concerns ``mode="subtractive"`` alone: half decodes zeros as zeros anyway, one_bit has no room for them.
+        mode: ``"subtractive"``, ``"half"`` (the dither is added, but not subtracted: the receiver draws no random
+            numbers, the variance is up to three times larger) or ``"one_bit"``.
+    """
+
+    levels: int = 1
+    bucket: Bucket = "row"
+    sparse: bool = True
+    mode: Literal["subtractive", "half", "one_bit"] = "subtractive"
+    name: ClassVar[str]
+    unbiased: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.mode not in {"subtractive", "half", "one_bit"}:
+            raise OptionError(f"mode is {self.mode!r}, must be 'subtractive', 'half' or 'one_bit'")
+        most = 1 if self.mode == "one_bit" else _MAX_LEVELS
+        if not 1 <= self.levels <= most:
+            raise OptionError(f"levels is {self.levels}, must be in 1 .. {most} for mode {self.mode!r}")
+        check_bucket(self.bucket)
+
+    @property
+    def _marks_zeros(self) -> bool:
+        return self.sparse and self.mode == "subtractive"
+
+    @property
+    def _alphabet(self) -> int:
+        return 2 if self.mode == "one_bit" else 2 * self.levels + 1 + self._marks_zeros
+
+    def _scales(self, flat: Tensor, buckets: Buckets) -> Tensor:
+        peaks = buckets.absmax(flat)
+        return peaks if self.mode == "one_bit" else peaks.div_(self.levels)
+
+    def encode(self, x: Tensor, key: Key) -> Payload:
+        """Quantize a floating-point tensor of any shape.
+
+        Raises:
+            NonFiniteError: x holds NaN or Inf, also as float32.
+        """
+        flat, buckets, digest = flatten(x, key), Buckets.of(x.shape, self.bucket), key.digest
+        scales = self._scales(flat, buckets)
+        divisors = nonzero(scales).unsqueeze(1)
+        symbols = torch.empty(flat.numel(), dtype=symbol_dtype(self._alphabet), device=flat.device)
+        for block, elements, rows in buckets.blocks(flat):
+            dither = uniform(digest, _ROLE, block.shape, block.device, start=elements.start)
+            symbols[elements].view(block.shape).copy_(self._quantize(block, divisors[rows], dither))
+        streams = {"levels": Symbols(symbols, self._alphabet)}
+        shared = 0 if self.mode == "half" else digest
+        return Payload(self.name, tuple(x.shape), x.dtype, streams, {"scales": scales}, shared)
+
+    def _quantize(self, block: Tensor, divisor: Tensor, dither: Tensor) -> Tensor:
+        """Symbols, still as float32, of a block ``[rows, columns]`` with divisors ``[rows, 1]``."""
+        if self.mode == "one_bit":  # sign(w/sigma + u) with sigma = 2 peak
+            return torch.div(block, divisor).add_(dither, alpha=2).ge(0)
+        q = torch.div(block, divisor).add_(dither).round_()
+        # |w/s + u| < L + 1/2, but float32 may round the sum up to it.
+        q.clamp_(-self.levels, self.levels).add_(self.levels)
+        return q.masked_fill_(block == 0, 2 * self.levels + 1) if self._marks_zeros else q
+
+    def decode(self, payload: Payload) -> Tensor:
+        """Rebuild the tensor from symbols and scales, drawing the sender's dither again.
+
+        Raises:
+            CodecError: the payload is of another codec, or its parts do not fit its shape and these options.
+        """
+        if payload.codec != self.name:
+            raise CodecError(f"codec {self.name!r} cannot decode a payload of codec {payload.codec!r}")
+        buckets = Buckets.of(payload.shape, self.bucket)
+        symbols = payload.require_symbols("levels", buckets.numel, self._alphabet).values
+        scales = payload.require_tensor("scales", buckets.count, torch.float32).unsqueeze(1)
+        flat = torch.empty(buckets.numel, dtype=torch.float32, device=symbols.device)
+        for block, elements, rows in buckets.blocks(flat):
+            decoded = self._rebuild(symbols[elements].view(block.shape), payload.digest, elements.start)
+            # s (q - u) reaches beyond the peak by half a step, which may be beyond float32.
+            torch.mul(decoded, scales[rows], out=block).clamp_(-_LARGEST, _LARGEST)
+        return restore(flat, payload)
+
+    def _rebuild(self, symbols: Tensor, digest: int, first: int) -> Tensor:
+        """Decoded values in units of the scale, of a block that begins at element ``first``."""
+        q = symbols.to(torch.float32)
+        if self.mode == "half":
+            return q.sub_(self.levels)
+        dither = uniform(digest, _ROLE, symbols.shape, symbols.device, start=first)
+        if self.mode == "one_bit":  # sigma (q/2 - u) = peak (q - 2u)
+            return q.mul_(2).sub_(1).sub_(dither, alpha=2)
+        q.sub_(self.levels).sub_(dither)
+        return q.masked_fill_(symbols == 2 * self.levels + 1, 0) if self._marks_zeros else q
+
+    def variance(self, x: Tensor) -> Tensor:
+        """Variance over keys of each decoded element: float32 of the shape of x, exact (see the module's table).
+
+        Args:
+            x: the tensor that is to be sent.
+        """
+        flat, buckets = flatten(x, Key("x")), Buckets.of(x.shape, self.bucket)
+        scale = buckets.spread(self._scales(flat, buckets))
+        if self.mode == "one_bit":
+            return (scale.square() / 3).view(x.shape)
+        if self.mode == "half":
+            fraction = (flat / nonzero(scale)).frac_().abs_()
+            return (scale.square() * fraction * (1 - fraction)).view(x.shape)
+        variance = scale.square() / 12
+        return (variance.masked_fill(flat == 0, 0.0) if self.sparse else variance).view(x.shape)

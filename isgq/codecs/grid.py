@@ -1,0 +1,85 @@
+"""The uniform grid of 2 L + 1 points ``-norm, .., 0, .., +norm`` of a bucket, and the two ways to round to it.
+
+Symbol ``k + L`` stands for ``norm * k / L``, ``-L <= k <= L``. Elements beyond the norm are clipped to it.
+
+Stochastic rounding, ``k = floor(t + u)`` with ``t = L x / norm`` and u uniform in [0, 1), is computed in fixed point
+with 24 fractional bits: the sum carries no rounding error, so the mean of k is t to 2**-24, points of the grid (zero,
+the largest element) stay where they are, and every device gives the same symbols.
+"""
+
+import torch
+from torch import Tensor
+
+from isgq.codecs.buckets import Buckets, nonzero
+from isgq.core.errors import OptionError
+from isgq.core.keys import random_int32
+
+MAX_LEVELS = 127  # so that symbols are bytes, and t has room in 8.24 bits
+_ONE = 1 << 24
+
+
+def check_levels(levels: int) -> None:
+    """Refuse what is no number of levels.
+
+    Raises:
+        OptionError: not in 1 .. 127.
+    """
+    if not 1 <= levels <= MAX_LEVELS:
+        raise OptionError(f"levels={levels} must be in 1 .. {MAX_LEVELS}: it counts the steps between zero and the norm")
+
+
+def alphabet(levels: int) -> int:
+    """Number of different symbols."""
+    return 2 * levels + 1
+
+
+def round_stochastic(flat: Tensor, norm: Tensor, levels: int, buckets: Buckets, digest: int) -> Tensor:
+    """Round to one of the two nearest points, with probabilities that make the mean exact.
+
+    Args:
+        flat: float32 ``[numel]``.
+        norm: float32 ``[buckets.count]``.
+        levels: L.
+        buckets: which elements share a norm.
+        digest: ``Key.digest``; the sender alone draws from it.
+
+    Returns:
+        uint8 symbols ``[numel]``.
+    """
+    norm = nonzero(norm).unsqueeze(1)
+    symbols = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
+    for block, elements, rows in buckets.blocks(flat):
+        t = (block / norm[rows]).clamp_(-1.0, 1.0).mul_(levels * _ONE).to(torch.int32).view(-1)
+        # The random bits lie in [-1/2, 1/2): the missing half is added, then the fraction is cut off.
+        u = random_int32(digest, "round", t.numel(), flat.device, start=elements.start).bitwise_right_shift_(8)
+        symbols[elements].copy_(t.add_(u).add_(_ONE // 2).bitwise_right_shift_(24))
+    return symbols.add_(levels)  # a negative k was wrapped to k + 256; so does this sum, back to k + L
+
+
+def round_nearest(flat: Tensor, norm: Tensor, levels: int, buckets: Buckets) -> Tensor:
+    """Round to the nearest point (ties to even): uint8 symbols ``[numel]``; arguments as in :func:`round_stochastic`."""
+    norm = nonzero(norm).unsqueeze(1)
+    symbols = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
+    for block, elements, rows in buckets.blocks(flat):
+        symbols[elements].view(block.shape).copy_(
+            (block / norm[rows]).clamp_(-1.0, 1.0).mul_(levels).round_().add_(levels)
+        )
+    return symbols
+
+
+def rebuild(symbols: Tensor, norm: Tensor, levels: int, buckets: Buckets) -> Tensor:
+    """Points of the grid: float32 ``[numel]``."""
+    norm = norm.unsqueeze(1)
+    flat = torch.empty(symbols.numel(), dtype=torch.float32, device=symbols.device)
+    for block, elements, rows in buckets.blocks(flat):
+        # Divided by L before the norm comes in: the ends of the grid are the norm itself, and nothing overflows.
+        block.copy_(symbols[elements].view(block.shape)).sub_(levels).div_(levels).mul_(norm[rows])
+    return flat
+
+
+def rounding_variance(flat: Tensor, norm: Tensor, levels: int, buckets: Buckets) -> Tensor:
+    """Variance of stochastic rounding: ``(norm / L)**2 r (1 - r)``, r the fraction of t; float32 ``[numel]``."""
+    each = buckets.spread(norm)
+    t = (flat / nonzero(each)).clamp(-1.0, 1.0) * levels
+    r = t - t.floor()
+    return (each / levels) ** 2 * r * (1 - r)

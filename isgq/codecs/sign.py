@@ -1,0 +1,86 @@
+"""Scaled sign: one bit an element and one scale a bucket (signSGD with magnitude; the 1-bit codec of DoubleSqueeze).
+
+Data: symbols ``q`` ``[numel]`` of 2 values, 1 where ``x >= 0``; tensor ``scale`` float32, one a bucket.
+Zero counts as positive, so that a bit is enough; a bucket of zeros has scale 0 and decodes to zeros.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from isgq.codecs.buckets import Bucket, Buckets, check_bucket, nonzero
+from isgq.codecs.flat import flatten, require_codec, restore
+from isgq.codecs.qsgd import l2_norm
+from isgq.core.errors import OptionError
+from isgq.core.keys import Key
+from isgq.core.payload import Payload, Symbols
+from isgq.core.registry import register_codec
+
+
+@register_codec("sign")
+@dataclass(frozen=True)
+class Sign:
+    """``scale * sign(x)``; for use with error feedback.
+
+    Attributes:
+        scale: ``l1``, the mean of ``|x|``, which is the best scale and always a contraction (Karimireddy et al. 2019);
+            or ``l2``, ``||x|| / sqrt(size)``, which keeps the norm (Tang et al. 2019) but may double the error.
+        bucket: what shares a scale: ``tensor``, ``row`` or a number of elements.
+    """
+
+    name: ClassVar[str]
+    unbiased: ClassVar[bool] = False
+    scale: Literal["l1", "l2"] = "l1"
+    bucket: Bucket = "tensor"
+
+    def __post_init__(self) -> None:
+        check_bucket(self.bucket)
+        if self.scale not in {"l1", "l2"}:
+            raise OptionError(f"scale={self.scale!r} must be 'l1' or 'l2'")
+
+    def encode(self, x: Tensor, key: Key) -> Payload:
+        """Compress; the key serves for messages only, nothing is random."""
+        flat, buckets = flatten(x, key), Buckets.of(x.shape, self.bucket)
+        bits = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
+        for block, elements, _ in buckets.blocks(flat):
+            torch.ge(block, 0, out=bits[elements].view(block.shape).view(torch.bool))
+        scale = self._scales(flat, buckets).to(torch.float32)
+        return Payload(self.name, tuple(x.shape), x.dtype, {"q": Symbols(bits, 2)}, {"scale": scale})
+
+    def decode(self, payload: Payload) -> Tensor:
+        """Rebuild plus or minus the scale."""
+        require_codec(payload, self.name)
+        buckets = Buckets.of(payload.shape, self.bucket)
+        bits = payload.require_symbols("q", buckets.numel, 2).values
+        scale = payload.require_tensor("scale", buckets.count, torch.float32).unsqueeze(1)
+        flat = torch.empty(buckets.numel, dtype=torch.float32, device=bits.device)
+        for block, elements, rows in buckets.blocks(flat):
+            torch.where(bits[elements].view(block.shape) != 0, scale[rows], -scale[rows], out=block)
+        return restore(flat, payload)
+
+    def contraction(self, x: Tensor) -> float:
+        """The delta of ``||x - decode||**2 = (1 - delta) ||x||**2``, exact; with ``l2`` down to -1.
+
+        With scale s and mean m of ``|x|`` a bucket of n elements loses ``||x||**2 - n s (2 m - s)``.
+        """
+        flat, buckets = flatten(x, Key("x")), Buckets.of(x.shape, self.bucket)
+        scale, mean = self._scales(flat, buckets), _mean_abs(flat, buckets.absmax(flat), buckets)
+        total = flat.double().square().sum()
+        return float((buckets.sizes(flat.device) * scale * (2 * mean - scale)).sum() / total) if total else 1.0
+
+    def _scales(self, flat: Tensor, buckets: Buckets) -> Tensor:
+        largest = buckets.absmax(flat)
+        if self.scale == "l1":
+            return _mean_abs(flat, largest, buckets)
+        return l2_norm(flat, largest, buckets).double() / buckets.sizes(flat.device).sqrt()
+
+
+def _mean_abs(flat: Tensor, largest: Tensor, buckets: Buckets) -> Tensor:
+    """Mean of ``|x|`` over each bucket: float64 ``[count]``; ``largest`` is ``buckets.absmax(flat)``."""
+    divisor = nonzero(largest).unsqueeze(1)  # sums of quotients cannot overflow
+    total = torch.zeros(buckets.count, dtype=torch.float64, device=flat.device)
+    for block, _, rows in buckets.blocks(flat):
+        total[rows] += (block / divisor[rows]).abs_().sum(1)
+    return total / buckets.sizes(flat.device) * largest

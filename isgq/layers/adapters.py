@@ -1,0 +1,167 @@
+"""What each module type's weight gradient is, as a bilinear map of its two factors.
+
+Layout, one line per case (``b`` rows or samples, ``i`` in, ``o`` out, ``g`` groups, ``s`` spatial):
+
+    Linear       x [b, i]          d [b, o]          weight [o, i]          sum_b d[b, o] x[b, i]
+    Conv1d/2d/3d x [b, i, s...]    d [b, o, s'...]   weight [o, i/g, k...]  the convolution's weight gradient
+    Embedding    x [b] (indices)   d [b, o]          weight [v, o]          sum_b 1[x_b = v] d[b, o]
+
+Factors of a convolution travel as activations, never as unfolded patches: those repeat each pixel up to prod(k) times.
+An adapter is chosen by the exact type of the module: a subclass may compute something else.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isgq.core.errors import OptionError
+
+
+class Adapter(Protocol):
+    """One module type: how its factors look and how they make its gradients. Stateless."""
+
+    def refusal(self, module: Any) -> str | None:
+        """Why this module's weight gradient is not a product of captured factors; None where it is."""
+        ...
+
+    def canonical(self, module: Any, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        """Input and output gradient of one call in the layout above: the first dimension counts samples."""
+        ...
+
+    def contract(self, module: Any, x: Tensor, d: Tensor) -> Tensor:
+        """The weight's gradient, in the weight's shape and d's dtype; linear in x and in d."""
+        ...
+
+    def bias_grad(self, module: Any, d: Tensor) -> Tensor:
+        """The bias's gradient, ``[o]``; called only where the module has a bias."""
+        ...
+
+
+_A = TypeVar("_A", bound=type[Any])
+_ADAPTERS: dict[type[nn.Module], Adapter] = {}
+
+
+def register_adapter(*module_types: type[nn.Module]) -> Callable[[_A], _A]:
+    """Class decorator: use an instance of the decorated class for modules of exactly these types.
+
+    The class has the four methods of :class:`Adapter`::
+
+        def refusal(self, module) -> str | None: ...
+        def canonical(self, module, x, d) -> tuple[Tensor, Tensor]: ...
+        def contract(self, module, x, d) -> Tensor: ...
+        def bias_grad(self, module, d) -> Tensor: ...
+
+    Args:
+        module_types: module classes; the module's weight must be its parameter ``weight``, its bias ``bias``.
+
+    Raises:
+        OptionError: a type has an adapter already.
+    """
+
+    def register(cls: _A) -> _A:
+        for module_type in module_types:
+            if module_type in _ADAPTERS:
+                raise OptionError(f"{module_type.__name__} already has an adapter: {_ADAPTERS[module_type]!r}")
+            _ADAPTERS[module_type] = cls()
+        return cls
+
+    return register
+
+
+def adapter_for(module: nn.Module) -> Adapter | None:
+    """The adapter of the module's exact type, or None."""
+    return _ADAPTERS.get(type(module))
+
+
+@register_adapter(nn.Linear)
+class LinearAdapter:
+    """``y = x W^T + b`` over any leading dimensions, which become rows."""
+
+    def refusal(self, module: nn.Linear) -> str | None:
+        """Always factored."""
+        return None
+
+    def canonical(self, module: nn.Linear, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        """``[..., i]`` and ``[..., o]`` as rows."""
+        return x.reshape(-1, module.in_features), d.reshape(-1, module.out_features)
+
+    def contract(self, module: nn.Linear, x: Tensor, d: Tensor) -> Tensor:
+        """``[o, i] = d^T x``."""
+        return d.t() @ x
+
+    def bias_grad(self, module: nn.Linear, d: Tensor) -> Tensor:
+        """Sum over rows."""
+        return d.sum(0)
+
+
+@register_adapter(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class ConvAdapter:
+    """Convolutions with any stride, padding, padding mode, dilation and groups."""
+
+    def refusal(self, module: nn.Conv2d) -> str | None:
+        """Always factored."""
+        return None
+
+    def canonical(self, module: nn.Conv2d, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        """``[b, i, s...]`` and ``[b, o, s'...]``; an input without batch dimension gets one."""
+        unbatched = x.dim() == len(module.kernel_size) + 1
+        return (x[None], d[None]) if unbatched else (x, d)
+
+    def contract(self, module: nn.Conv2d, x: Tensor, d: Tensor) -> Tensor:
+        """``[o, i/g, k...]``: the weight gradient of the convolution."""
+        padding: list[int] = [0] * len(module.kernel_size)
+        if isinstance(module.padding, str) or module.padding_mode != "zeros":
+            # "same" may pad unevenly, and the other modes pad with data: pad the input as forward did.
+            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+            x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
+        else:
+            padding = list(module.padding)
+        _, grad, _ = torch.ops.aten.convolution_backward(
+            d,
+            x,
+            module.weight.detach().to(d.dtype),  # only its shape is read
+            None,
+            list(module.stride),
+            padding,
+            list(module.dilation),
+            False,
+            [0] * len(padding),
+            module.groups,
+            [False, True, False],
+        )
+        result: Tensor = grad
+        return result
+
+    def bias_grad(self, module: nn.Conv2d, d: Tensor) -> Tensor:
+        """Sum over samples and positions."""
+        return d.sum([0, *range(2, d.dim())])
+
+
+@register_adapter(nn.Embedding)
+class EmbeddingAdapter:
+    """A table lookup: the indices are the first factor, so the gradient's size follows the tokens of the batch."""
+
+    def refusal(self, module: nn.Embedding) -> str | None:
+        """Not with options that make the gradient depend on more than the looked-up rows."""
+        if module.sparse:
+            return "Embedding(sparse=True) makes a sparse gradient"
+        if module.scale_grad_by_freq:
+            return "Embedding(scale_grad_by_freq=True) scales by this rank's counts"
+        return None
+
+    def canonical(self, module: nn.Embedding, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        """``[...]`` and ``[..., o]`` as rows."""
+        return x.reshape(-1), d.reshape(-1, module.embedding_dim)
+
+    def contract(self, module: nn.Embedding, x: Tensor, d: Tensor) -> Tensor:
+        """``[v, o]``: rows of d added up by index; the row of ``padding_idx`` stays zero."""
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        result: Tensor = torch.ops.aten.embedding_dense_backward(d, x, module.num_embeddings, padding, False)
+        return result
+
+    def bias_grad(self, module: nn.Embedding, d: Tensor) -> Tensor:
+        """An embedding has no bias."""
+        raise NotImplementedError("nn.Embedding has no bias")

@@ -1,0 +1,169 @@
+"""Hooks that catch a layer's input x and output gradient d during autograd, and nothing else.
+
+A forward hook (with keyword arguments) puts a tensor hook on the module's *output*, whose closure holds x. Unlike
+``register_full_backward_hook`` this works with in-place activations behind the layer, pairs x and d rightly when a
+module is called several times, and fires once under both kinds of activation checkpointing.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from isgq.core.errors import CodecError
+from isgq.core.payload import Factors
+from isgq.layers.adapters import Adapter, adapter_for
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """One module whose weight gradient can travel as factors; its bias, if it has a trainable one, rides along.
+
+    Attributes:
+        name: the weight's parameter name.
+        bias_name: the bias's parameter name, or None.
+        module: the module.
+        adapter: its adapter.
+    """
+
+    name: str
+    bias_name: str | None
+    module: nn.Module
+    adapter: Adapter
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The weight, as it is now."""
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """The bias that rides along, or None."""
+        bias = self.module.bias if self.bias_name is not None else None
+        assert bias is None or isinstance(bias, nn.Parameter)
+        return bias
+
+    def contract(self, x: Tensor, d: Tensor) -> Tensor:
+        """The weight's gradient; a :data:`isgq.core.payload.Contract`."""
+        return self.adapter.contract(self.module, x, d)
+
+    def flat_gradient(self, factors: Factors) -> Tensor:
+        """Weight gradient and bias gradient (if any) as one flat vector."""
+        parts = [self.contract(factors.x, factors.d).reshape(-1)]
+        if self.bias_name is not None:
+            parts.append(self.adapter.bias_grad(self.module, factors.d))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def find_units(model: nn.Module, skip: Callable[[str], bool]) -> tuple[list[Unit], dict[str, str]]:
+    """Which trainable parameters can travel as factors, and for the rest, why not.
+
+    Args:
+        model: the model.
+        skip: tells by parameter name what the user wants dense.
+
+    Returns:
+        The units in the order of the model's parameters, and name -> reason for each trainable parameter in none.
+    """
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, []).append((module, attribute))
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    units: list[Unit] = []
+    reasons: dict[str, str] = {}
+    for parameter, name in names.items():
+        if skip(name):
+            reasons[name] = "skipped by the caller"
+        elif len(owners[parameter]) > 1:
+            reasons[name] = f"tied: used by {len(owners[parameter])} modules"
+        else:
+            module, attribute = owners[parameter][0]
+            adapter = adapter_for(module)
+            refusal = adapter.refusal(module) if adapter else f"{type(module).__name__} has no adapter"
+            if adapter and attribute == "weight" and not refusal:
+                bias = module._parameters.get("bias")
+                rides = bias is not None and bias in names and len(owners[bias]) == 1 and not skip(names[bias])
+                units.append(Unit(name, names[bias] if bias is not None and rides else None, module, adapter))
+            else:
+                reasons[name] = refusal or "no factors: its weight is frozen or travels densely"
+    for unit in units:
+        reasons.pop(unit.bias_name or "", None)
+    return units, reasons
+
+
+class Capture:
+    """Forward hooks on the modules of some units; hands each caught pair to ``sink``.
+
+    Args:
+        units: what to watch.
+        sink: called during backward with the unit and the pair of one call.
+        on_forward: called with no argument at each watched forward pass that builds a graph.
+    """
+
+    def __init__(
+        self, units: Collection[Unit], sink: Callable[[Unit, Factors], None], on_forward: Callable[[], None]
+    ) -> None:
+        self._sink: Callable[[Unit, Factors], None] | None = sink
+        self._on_forward = on_forward
+        self._handles: list[RemovableHandle] = [
+            unit.module.register_forward_hook(self._forward_hook(unit), with_kwargs=True) for unit in units
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks; tensor hooks already in a graph do nothing from now on."""
+        self._sink = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _forward_hook(self, unit: Unit) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if not (isinstance(output, Tensor) and output.requires_grad and unit.weight.requires_grad):
+                return  # no graph, or autograd will make no weight gradient
+            self._on_forward()
+            x = args[0] if args else kwargs.get("input")
+            if not isinstance(x, Tensor):
+                return  # the gradient will be found without a pair, and goes the dense way
+            x = x.detach()
+
+            def catch(d: Tensor) -> None:
+                if self._sink is not None:
+                    self._sink(unit, canonical_pair(unit, x, d))
+
+            output.register_hook(catch)  # type: ignore[no-untyped-call]
+
+        return hook
+
+
+def canonical_pair(unit: Unit, x: Tensor, d: Tensor) -> Factors:
+    """The pair of one call in its adapter's layout, contiguous (``loss.sum()`` makes d of stride 0), x in d's dtype.
+
+    Autograd under autocast multiplies in the dtype of d, so casting x reproduces its result.
+    """
+    d = d.detach()
+    if x.is_floating_point() and x.dtype != d.dtype:
+        x = x.to(d.dtype)
+    x, d = unit.adapter.canonical(unit.module, x, d)
+    return Factors(x.contiguous(), d.contiguous())
+
+
+def merge(pairs: list[Factors]) -> Factors:
+    """One pair whose contraction is the sum of the contractions of several: samples side by side.
+
+    Args:
+        pairs: at least one pair of the same unit.
+
+    Raises:
+        CodecError: the calls differ in more than their number of samples (a convolution at two image sizes).
+    """
+    if len(pairs) == 1:
+        return pairs[0]
+    if len({(p.x.shape[1:], p.d.shape[1:], p.x.dtype, p.d.dtype) for p in pairs}) > 1:
+        raise CodecError("calls of different sizes cannot be joined into one pair of factors")
+    return Factors(torch.cat([p.x for p in pairs]), torch.cat([p.d for p in pairs]))

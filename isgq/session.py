@@ -1,0 +1,434 @@
+"""instrument() and Session: the one place that knows the whole road.
+
+    capture -> quantize -> encode -> exchange -> decode -> reconstruct -> p.grad
+
+When a backward pass ends, each rank encodes one record per factored parameter that got a gradient, all ranks exchange
+a fixed header (:mod:`isgq.wire.header`), then their messages; every rank decodes all messages in rank order, so every
+rank holds the same bits. Parameters on the dense route share one all-reduce.
+"""
+
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from isgq.agreement import check_headers, check_introductions, introduce, plan_digest
+from isgq.codecs.pair import Separate
+from isgq.core.codec import Codec, PairCodec
+from isgq.core.errors import CodecError, InstrumentError, MismatchError, NonFiniteError, OptionError
+from isgq.core.keys import Key
+from isgq.core.payload import Factors, check_finite
+from isgq.core.registry import AnyCodec, codec, spec_of
+from isgq.exchange import Exchange, Loopback, TorchExchange
+from isgq.layers.capture import Capture, Unit, find_units
+from isgq.planner import Line, Plan, decide
+from isgq.records import Record, decode_unit, encode_unit, is_used, measure, names_of, reconstruct
+from isgq.traffic import Traffic
+from isgq.windows import Window
+from isgq.wire import pack_message, unpack_message
+from isgq.wire.header import NO_PARAMETER, Header, Status
+
+RoutePolicy = Literal["auto", "factors", "dense"]
+_INSTRUMENTED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def instrument(
+    model: nn.Module,
+    codec: str | AnyCodec = "isgq",
+    *,
+    exchange: Exchange | None = None,
+    skip: str | Collection[str] | Callable[[str], bool] = (),
+    routes: RoutePolicy = "auto",
+    sync: Literal["backward", "manual"] = "backward",
+    seed: int = 0,
+    log: Callable[[str], None] | None = None,
+) -> "Session":
+    """Synchronise the model's gradients over all ranks with quantized factors. A collective call.
+
+    Args:
+        model: the model; stays as it is (no wrapper, no attribute), all ranks get rank 0's parameters and buffers.
+        codec: what compresses the factors, e.g. ``"dithered:levels=1,bucket=row"``; ``"dense"`` sends plain gradients.
+        exchange: the transport; by default torch.distributed if it is initialised, else a loopback.
+        skip: parameters that shall travel densely: a regular expression, a collection of names or a predicate.
+        routes: ``"auto"`` sends factors where they are fewer bytes, ``"factors"`` wherever there are any, ``"dense"``
+            nowhere.
+        sync: ``"backward"`` synchronises when backward ends, as DistributedDataParallel; ``"manual"`` leaves it to
+            :meth:`Session.synchronize`.
+        seed: of all randomness; the same on every rank.
+        log: where the one report of parameters without factors goes; by default ``warnings.warn`` for those that a
+            user would not expect.
+
+    Raises:
+        InstrumentError: the model is instrumented already, wrapped, or has no trainable parameter.
+        OptionError: unknown codec or option.
+        MismatchError: the ranks disagree on model, codec, seed or version.
+        ExchangeError: a rank is missing.
+    """
+    return Session(model, codec, exchange, _predicate(skip), routes, sync, seed, log)
+
+
+def _predicate(skip: str | Collection[str] | Callable[[str], bool]) -> Callable[[str], bool]:
+    if isinstance(skip, str):
+        pattern = re.compile(skip)
+        return lambda name: pattern.search(name) is not None
+    if callable(skip):
+        return skip
+    names = set(skip)
+    return lambda name: name in names
+
+
+def _pair_codec(spec: str | AnyCodec) -> PairCodec:
+    if isinstance(spec, str) and spec == "isgq":
+        spec = DEFAULT_CODEC
+    built = codec(spec)
+    return Separate(built, built) if isinstance(built, Codec) else built
+
+
+DEFAULT_CODEC = "dithered:levels=1,bucket=row"
+"""What ``"isgq"`` stands for: one scale per sample, ternary, exact zeros, unbiased."""
+
+
+class Session:
+    """A handle on an instrumented model, not a wrapper; a context manager that closes itself.
+
+    Attributes:
+        traffic: the ledger of bytes.
+        plan: which route each parameter takes; empty before the first step.
+        step: number of synchronisations so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        codec: str | AnyCodec,
+        exchange: Exchange | None,
+        skip: Callable[[str], bool],
+        routes: RoutePolicy,
+        sync: Literal["backward", "manual"],
+        seed: int,
+        log: Callable[[str], None] | None,
+    ) -> None:
+        _check_model(model)
+        if codec == "dense":
+            codec, routes = DEFAULT_CODEC, "dense"
+        for option, value, allowed in (
+            ("routes", routes, ("auto", "factors", "dense")),
+            ("sync", sync, ("backward", "manual")),
+        ):
+            if value not in allowed:
+                raise OptionError(f"{option}={value!r} must be one of {', '.join(allowed)}")
+        self._codec = _pair_codec(codec)
+        self._spec = spec_of(self._codec)
+        self._policy, self._sync, self._seed = routes, sync, seed
+        self._log = log
+        self._model = weakref.ref(model)
+        self._exchange = exchange or (TorchExchange() if dist.is_initialized() else Loopback())
+        self._start_bytes = (self._exchange.sent, self._exchange.received)
+        self.traffic, self.plan, self.step = Traffic(), Plan(), 0
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._names = list(self._parameters)
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._units, self._reasons = ([], {}) if routes == "dense" else find_units(model, skip)
+        self._windows = {name: Window(name, p) for name, p in self._parameters.items()}
+        self._agree(model)
+        self._backward_queued = False
+        self._local_only = False
+        self._capture = Capture(self._units, self._caught, self._forward_begins)
+        self._handles = [h for w in self._windows.values() for h in w.watch(self._backward_begins)]
+        self._handles.append(model.register_forward_hook(self._watch_output, with_kwargs=False))
+        _INSTRUMENTED.add(model)
+
+    # ---- agreement before the first step
+
+    def _agree(self, model: nn.Module) -> None:
+        settings = {"codec": self._spec, "seed": str(self._seed), "routes": self._policy, "sync": self._sync}
+        settings["factored"] = ",".join(unit.name for unit in self._units)
+        check_introductions(self._exchange.all_gather(introduce(self._parameters, settings)).wait())
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                self._exchange.broadcast(tensor.detach()).wait()
+        self.traffic.setup = self.traffic.sent = self._exchange.sent - self._start_bytes[0]
+        self._start_bytes = (self._start_bytes[0], self._exchange.received)
+
+    # ---- hooks: when a backward pass begins and ends
+
+    def _forward_begins(self) -> None:
+        if self._backward_queued and torch._C._current_graph_task_id() == -1:
+            # A backward pass was announced and never ended: it raised. Forget what it half did.
+            self._backward_queued = False
+            for window in self._windows.values():
+                window.abort_backward()
+
+    def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        # The output's gradient comes before everything inside the model. Announcing the backward pass there puts its
+        # end where the *outer* pass ends, also if checkpointing runs inner passes.
+        if torch.is_grad_enabled():
+            self._forward_begins()
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda _: self._backward_begins())  # type: ignore[no-untyped-call]
+
+    def _backward_begins(self) -> None:
+        if not self._backward_queued and self._handles:
+            self._backward_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _caught(self, unit: Unit, factors: Factors) -> None:
+        self._backward_begins()
+        self._windows[unit.name].pending.append(factors)
+
+    def _backward_ends(self) -> None:
+        self._backward_queued = False
+        arrived = any(window._arrived for window in self._windows.values())
+        for window in self._windows.values():
+            window.end_backward()
+        if arrived and self._sync == "backward" and not self._local_only:
+            self.synchronize()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate on this rank only, as DistributedDataParallel.no_sync."""
+        previous, self._local_only = self._local_only, True
+        try:
+            yield
+        finally:
+            self._local_only = previous
+
+    # ---- one step
+
+    def synchronize(self) -> None:
+        """Replace what backward added to every ``p.grad`` by its mean over all ranks. A collective call.
+
+        Called by itself when backward ends, unless ``sync="manual"``.
+
+        Raises:
+            InstrumentError: the session is closed, or trainable parameters changed.
+            PeerError: some rank cannot take part; the same error on every rank.
+            MismatchError: the ranks are at different steps or follow different plans.
+            ExchangeError: some rank is missing.
+        """
+        if not self._handles:
+            raise InstrumentError("the session is closed")
+        for window in self._windows.values():
+            window.check_edits()
+        if not self.plan.lines:
+            self._make_plan()
+        records, failure, error = self._encode()
+        try:
+            message, sizes = pack_message([record for _, record in records])
+        except CodecError as caught:
+            message, sizes, failure, error = (
+                torch.empty(0, dtype=torch.uint8),
+                [],
+                (Status.FAILED, NO_PARAMETER),
+                caught,
+            )
+        headers = self._exchange_headers(failure, message.numel(), error)
+        used = [any(header.used[i] for header in headers) for i in range(len(self._names))]
+        dense = [self._windows[n] for n, u in zip(self._names, used, strict=True) if u and self._is_dense(n)]
+        received = self._exchange.all_gather(message, [header.length for header in headers])
+        reduced = [(group, self._exchange.all_reduce_mean(flat)) for group, flat in self._flatten(dense)]
+        self._apply_factors([h.used for h in headers], received.wait())
+        for group, pending in reduced:
+            flat = pending.wait()
+            for window, part in zip(group, torch.split(flat, [w.parameter.numel() for w in group]), strict=True):
+                window.close(part)
+        for window in self._windows.values():
+            window.reset()
+        self._account(records, sizes, dense)
+        self.step += 1
+
+    def _is_dense(self, name: str) -> bool:
+        return name not in self._carried
+
+    def _encode(self) -> tuple[list[tuple[Unit, Record]], tuple[Status, int], Exception | None]:
+        """Records of all factored parameters that got a gradient here; or why this rank cannot take part."""
+        records: list[tuple[Unit, Record]] = []
+        name = ""
+        try:
+            self._check_parameters()
+            for unit in self._factored:
+                name = unit.name
+                if is_used(unit, self._windows):
+                    records.append((unit, encode_unit(self._codec, unit, self._windows, self._key(unit))))
+            for name in filter(self._is_dense, self._names):
+                window = self._windows[name]
+                if window.touched:
+                    check_finite(window.contribution(), f"the gradient of {name!r}")
+        except NonFiniteError as error:
+            return [], (Status.NON_FINITE, self._names.index(name)), error
+        except Exception as error:  # any failure must reach the other ranks before it is raised here
+            return [], (Status.FAILED, self._names.index(name) if name else NO_PARAMETER), error
+        pairs = [pair for window in self._windows.values() for pair in window.pairs]
+        if pairs and not any(pair.d.shape[0] for pair in pairs):
+            return [], (Status.EMPTY_BATCH, NO_PARAMETER), None
+        return records, (Status.OK, NO_PARAMETER), None
+
+    def _key(self, unit: Unit) -> Key:
+        return Key(unit.name, self._seed, self.step, self._exchange.rank)
+
+    def _exchange_headers(self, failure: tuple[Status, int], length: int, error: Exception | None) -> list[Header]:
+        status, parameter = failure
+        digest = plan_digest(self._spec, [line.route for line in self.plan.lines])
+        used = [self._windows[name].touched for name in self._names]
+        mine = Header(status, parameter, self.step, digest, length, used).pack()
+        gathered = self._exchange.all_gather(mine, [mine.numel()] * self._exchange.world_size).wait()
+        headers = [Header.unpack(raw, len(self._names)) for raw in gathered]
+        try:
+            check_headers(headers, self._names)
+        except Exception as refusal:
+            if error is not None:
+                raise refusal from error
+            raise
+        return headers
+
+    def _flatten(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], Tensor]]:
+        """Dense gradients, one flat vector per dtype and device, in the order of the parameters."""
+        groups: dict[tuple[torch.dtype, torch.device], list[Window]] = {}
+        for window in windows:
+            groups.setdefault((window.parameter.dtype, window.parameter.device), []).append(window)
+        for group in groups.values():
+            yield group, torch.cat([window.contribution().reshape(-1) for window in group])
+
+    def _apply_factors(self, used: Sequence[Sequence[bool]], messages: Sequence[Tensor]) -> None:
+        """Decode every rank's records, contract once per parameter, and write the means."""  # noqa: DOC501
+        index = {name: i for i, name in enumerate(self._names)}
+        decoded: dict[str, list[Factors | Tensor]] = {unit.name: [] for unit in self._factored}
+        for rank, message in enumerate(messages):
+            units = [u for u in self._factored if any(used[rank][index[n]] for n in names_of(u))]
+            records = unpack_message(message) if units else []
+            if len(records) != len(units):
+                raise CodecError(f"rank {rank} sent {len(records)} records for {len(units)} parameters")
+            for unit, record in zip(units, records, strict=True):
+                decoded[unit.name].append(decode_unit(self._codec, unit, record))
+        for unit in self._factored:
+            if decoded[unit.name]:
+                mean = reconstruct(unit, decoded[unit.name]) / self._exchange.world_size
+                size = unit.weight.numel()
+                self._windows[unit.name].close(mean[:size])
+                if unit.bias_name is not None:
+                    self._windows[unit.bias_name].close(mean[size:])
+
+    def _account(self, records: Sequence[tuple[Unit, Any]], sizes: Sequence[int], dense: Sequence[Window]) -> None:
+        traffic, before = self.traffic, self.traffic.sent
+        traffic.sent = self._exchange.sent - self._start_bytes[0]
+        traffic.received = self._exchange.received - self._start_bytes[1]
+        attributed = 0
+        pieces = [(unit.name, size) for (unit, _), size in zip(records, sizes, strict=True)]
+        pieces += [(w.name, w.parameter.numel() * w.parameter.element_size()) for w in dense]
+        for name, size in pieces:
+            traffic.by_parameter[name] += size
+            attributed += size
+        traffic.overhead += traffic.sent - before - attributed
+        traffic.dense += sum(p.numel() * p.element_size() for p in self._parameters.values())
+        traffic.steps += 1
+
+    # ---- the plan
+
+    @property
+    def _factored(self) -> list[Unit]:
+        return [unit for unit in self._units if self.plan.route(unit.name) == "factors"]
+
+    @property
+    def _carried(self) -> set[str]:
+        return {name for unit in self._factored for name in names_of(unit)}
+
+    def _make_plan(self) -> None:
+        """Measure every candidate's message on this rank, share the sizes, decide alike. A collective call."""
+        sizes = torch.tensor(
+            [measure(self._codec, unit, self._windows, self._key(unit)) for unit in self._units], dtype=torch.int64
+        )
+        lines = []
+        if self._units:
+            length = [sizes.numel() * 8] * self._exchange.world_size
+            gathered = self._exchange.all_gather(sizes.view(torch.uint8), length).wait()
+            shared = torch.stack([each.clone().view(torch.int64) for each in gathered])
+            policy: Literal["auto", "factors"] = "factors" if self._policy == "factors" else "auto"
+            lines = [decide(self._line(unit), shared[:, i].tolist(), policy) for i, unit in enumerate(self._units)]
+        riding = {unit.bias_name for unit in self._units}
+        for name in self._names:
+            if name in riding or any(line.name == name for line in lines):
+                continue
+            size = self._parameters[name].numel() * self._parameters[name].element_size()
+            lines.append(Line(name, "dense", self._reasons.get(name, "the session is dense"), 0, size))
+        self.plan = Plan(tuple(sorted(lines, key=lambda line: self._names.index(line.name))))
+        self._report()
+
+    def _line(self, unit: Unit) -> Line:
+        size = sum(self._parameters[n].numel() * self._parameters[n].element_size() for n in names_of(unit))
+        return Line(unit.name, "dense", "", 0, size)
+
+    def _report(self) -> None:
+        """Say once, on rank 0, which parameters travel densely and why."""
+        if self._log is not None and self._exchange.rank == 0:
+            for line in self.plan.lines:
+                if line.route == "dense":
+                    self._log(f"isgq: {line.name} travels densely: {line.reason}")
+
+    # ---- state and end
+
+    def _check_parameters(self) -> None:
+        thawed = [p for p in self._frozen if p.requires_grad]
+        if thawed:
+            raise InstrumentError(
+                f"{len(thawed)} frozen parameter(s) became trainable after instrument(), so their gradients would not "
+                "be synchronised: close() the session and instrument the model again"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: step number, seed, codec and plan. Plain types only."""
+        lines = [vars(line) for line in self.plan.lines]
+        return {"step": self.step, "seed": self._seed, "codec": self._spec, "rank": self._exchange.rank, "plan": lines}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken, bit for bit.
+
+        Raises:
+            MismatchError: the state is of another codec, seed, rank or model.
+        """
+        expected = {"seed": self._seed, "codec": self._spec, "rank": self._exchange.rank}
+        for name, value in expected.items():
+            if state[name] != value:
+                raise MismatchError(f"the state was saved with {name} = {state[name]}, this session has {value}")
+        plan = Plan(tuple(Line(**line) for line in state["plan"]))
+        unknown = [line.name for line in plan.lines if line.name not in self._parameters]
+        if unknown:
+            raise MismatchError(f"the state was saved for another model: it has {', '.join(unknown)}")
+        self.step, self.plan = int(state["step"]), plan
+
+    def close(self) -> None:
+        """Remove every hook; the model is as it was, ``p.grad`` stays. May be called twice."""
+        self._capture.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for window in self._windows.values():
+            window.reset()
+            window.pending.clear()
+        model = self._model()
+        if model is not None:
+            _INSTRUMENTED.discard(model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise InstrumentError(
+            f"{type(model).__name__} already handles gradients: instrument the module it wraps (model.module) instead, "
+            "without the wrapper"
+        )
+    if any(module in _INSTRUMENTED for module in model.modules()):
+        raise InstrumentError("the model, or a part of it, is instrumented already: close() that session first")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InstrumentError("the model has no trainable parameter")

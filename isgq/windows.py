@@ -1,0 +1,115 @@
+"""What each parameter has gathered on this rank since the last synchronisation.
+
+A *window* opens with the first gradient after a synchronisation and closes with the next. It remembers what was in
+``p.grad`` before (gradients the user lets accumulate over several synchronised steps), the captured pairs, and
+whether those pairs still account for all that autograd has added: a user who zeroes, clips or replaces a gradient
+between two backward passes of one window makes them worthless, and the gradient itself must travel.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from isgq.core.payload import Factors
+
+
+@dataclass(eq=False)
+class Window:
+    """One parameter's window.
+
+    Attributes:
+        name: parameter name.
+        parameter: the parameter.
+        before: content of ``p.grad`` when the window opened, or None.
+        touched: whether autograd has added a gradient since the last synchronisation.
+        edited: whether somebody else changed ``p.grad`` in between.
+        pairs: factors captured by completed backward passes of this window.
+        pending: factors captured by the backward pass that is running.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    before: Tensor | None = None
+    touched: bool = False
+    edited: bool = False
+    pairs: list[Factors] = field(default_factory=list)
+    pending: list[Factors] = field(default_factory=list)
+    _arrived: bool = False
+    _version: int = -1
+
+    def watch(self, on_gradient: Callable[[], None]) -> list[RemovableHandle]:
+        """Put the two hooks on the parameter; ``on_gradient`` is called during each backward that reaches it."""
+
+        def before(gradient: Tensor) -> None:
+            on_gradient()
+            self._open()
+
+        def after(parameter: Tensor) -> None:
+            self.touched = self._arrived = True
+            self._version = parameter.grad._version if parameter.grad is not None else -1
+
+        return [
+            self.parameter.register_hook(before),  # type: ignore[no-untyped-call]
+            self.parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
+        ]
+
+    def _open(self) -> None:
+        grad = self.parameter.grad
+        if grad is None:  # nothing yet, or the user has dropped what was there
+            self._restart()
+        elif not self.touched:
+            self.before = grad.detach().clone()
+        else:
+            self.check_edits()
+
+    def _restart(self) -> None:
+        self.before, self.edited = None, False
+        self.pairs.clear()
+
+    def check_edits(self) -> None:
+        """Notice a gradient that was changed since autograd last added to it."""
+        grad = self.parameter.grad
+        if self.touched and (grad is None or grad._version != self._version):
+            self.before, self.edited = None, True
+            self.pairs.clear()
+
+    def end_backward(self) -> None:
+        """Keep the pairs of a completed backward pass if its gradient arrived; drop those of ``autograd.grad``."""
+        if self._arrived:
+            self.pairs += self.pending
+        self.pending.clear()
+        self._arrived = False
+
+    def abort_backward(self) -> None:
+        """A backward pass broke off: what it added to ``p.grad`` has no complete pairs."""
+        if self.pending or self._arrived:
+            self.edited = self.edited or self._arrived
+            self.pairs.clear()
+        self.pending.clear()
+        self._arrived = False
+
+    def contribution(self) -> Tensor:
+        """This rank's gradient of the window: what autograd added to ``p.grad``; zeros if nothing."""
+        grad = self.parameter.grad
+        if not self.touched or grad is None:
+            return self.parameter.detach().new_zeros(self.parameter.shape)
+        return grad.detach() if self.before is None else grad.detach() - self.before
+
+    def close(self, mean: Tensor) -> None:
+        """Put the mean over ranks in the place of this rank's contribution, and start anew."""
+        grad = self.parameter.grad
+        before = self.before if self.touched else (grad.detach() if grad is not None else None)
+        result = mean.to(self.parameter.dtype).reshape(self.parameter.shape)
+        result = result if before is None else before + result
+        if grad is None:
+            self.parameter.grad = result.clone() if result.data_ptr() == mean.data_ptr() else result
+        else:
+            grad.detach().copy_(result)  # keeps the tensor that optimizers and users may hold
+        self.reset()
+
+    def reset(self) -> None:
+        """Start anew without touching ``p.grad``."""
+        self.touched = False
+        self._restart()

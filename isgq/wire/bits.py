@@ -1,0 +1,210 @@
+"""Symbols as bytes without any model: mixed-radix digits, several to a byte.
+
+Layout. A stream holds n symbols in ``[0, alphabet)``.
+
+1. It is cut into segments of 655,360 symbols, the last one shorter; each is packed by itself, one after another.
+2. Every symbol becomes *digits*. :func:`tight_digits` takes the cheapest ``2**i * 3**t >= alphabet``, t at most 4, a
+   bit costing 1 and a trit 1.6, the fewest trits among equals: first the low i bits, as many whole bytes as they fill,
+   then in pieces of 4, 2 and 1 bits; then t trits; always the least significant first. So the symbols of an alphabet
+   of 6 are a bit and a trit.
+3. Every digit position of a segment is packed by itself, k digits a byte (base 2: 8, 3: 5, 4: 4, 16: 2, 256: 1), in
+   *planes*: of ``m = ceil(n / k)`` bytes, byte j is ``sum_c digit[j + c m] * base**c``, digits from n on being 0. So
+   every operation works on contiguous rows, which is what makes packing fast in plain tensor operations.
+4. The digit positions follow one another.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isgq.core.errors import WireError
+from isgq.core.payload import symbol_dtype
+
+SEGMENT = 40 << 14
+"""Symbols that are packed together: bounds the scratch. 40 digits of any base fill whole bytes."""
+
+DIGITS_PER_BYTE = {2: 8, 3: 5, 4: 4, 16: 2, 256: 1}
+"""How many digits of a base share a byte."""
+
+# v // 3**c is (v * multiply + add) >> shift for c = 1 .. 4 and v < 243, within 16 bits. Tensor libraries vectorise these
+# operations, but no integer division.
+_DIVIDE = ((85, 57, 19, 101), (85, 0, 0, 101), (8, 9, 9, 13))
+
+_TRITS_MAX = 4  # more never beat the bits: five take 8 bits
+
+
+class Digits(NamedTuple):
+    """Digit positions of one base: position t is ``(symbol >> shift) // base**t % base``."""
+
+    base: int
+    shift: int
+    positions: int = 1
+
+
+Plan = tuple[Digits, ...]
+Planner = Callable[[int], Plan]
+"""Maps an alphabet to the digits that write its symbols, least significant first."""
+
+
+def _bits(width: int) -> Iterator[Digits]:
+    if width >= 8:
+        yield Digits(256, 0, width // 8)
+    for size in (4, 2, 1):
+        if width & size:
+            yield Digits(1 << size, width & ~(2 * size - 1))
+
+
+@functools.lru_cache(maxsize=4096)
+def tight_digits(alphabet: int) -> Plan:
+    """The digits that take least room: bits, then trits."""
+
+    def bits_besides(trits: int) -> int:
+        return (-(-alphabet // int(3**trits)) - 1).bit_length()
+
+    trits = min(range(_TRITS_MAX + 1), key=lambda t: (10 * bits_besides(t) + 16 * t, t))
+    bits = bits_besides(trits)
+    return (*_bits(bits), *([Digits(3, bits, trits)] if trits else []))
+
+
+@functools.lru_cache(maxsize=4096)
+def whole_digits(alphabet: int) -> Plan:
+    """The digits that never cut a symbol at a byte's edge, for a coder of bytes: one digit, or whole bytes."""
+    if alphabet == 1:
+        return ()
+    if alphabet <= 256:
+        return (Digits(min(base for base in DIGITS_PER_BYTE if base >= alphabet), 0),)
+    return (Digits(256, 0, -(-(alphabet - 1).bit_length() // 8)),)
+
+
+def packed_size(count: int, alphabet: int, planner: Planner = tight_digits) -> int:
+    """Bytes that ``count`` symbols take."""
+    return sum(d.positions * _position_size(count, d.base) for d in planner(alphabet))
+
+
+def pack_symbols(values: Tensor, alphabet: int, planner: Planner = tight_digits) -> Tensor:
+    """Pack symbols on their own device.
+
+    Args:
+        values: ``[n]`` of dtype ``symbol_dtype(alphabet)``, each in ``[0, alphabet)`` (not checked).
+        alphabet: number of different symbols.
+        planner: which digits write a symbol.
+
+    Returns:
+        uint8 ``[packed_size(n, alphabet, planner)]``.
+    """
+    out = torch.empty(packed_size(values.numel(), alphabet, planner), dtype=torch.uint8, device=values.device)
+    start = 0
+    for segment in torch.split(values, SEGMENT):
+        for base, digits in _digits_of(segment, planner(alphabet)):
+            end = start + _position_size(digits.numel(), base)
+            _pack_digits(digits, base, out[start:end])
+            start = end
+    return out
+
+
+def unpack_symbols(data: Tensor, count: int, alphabet: int, planner: Planner = tight_digits) -> Tensor:
+    """Inverse of :func:`pack_symbols`, on the device of the data.
+
+    Args:
+        data: uint8 ``[packed_size(count, alphabet, planner)]``.
+        count: number of symbols.
+        alphabet: number of different symbols.
+        planner: which digits write a symbol.
+
+    Returns:
+        ``[count]`` of dtype ``symbol_dtype(alphabet)``.
+
+    Raises:
+        WireError: wrong size, a byte that no digits give, padding that is not zero, or a symbol outside the alphabet.
+    """
+    size = packed_size(count, alphabet, planner)
+    if data.numel() != size:
+        raise WireError(f"{count} symbols of an alphabet of {alphabet} pack into {size} bytes, got {data.numel()}")
+    plan = planner(alphabet)
+    # The least digit is copied, so nothing has to be zeroed first, except where there is no digit at all.
+    allocate = torch.empty if plan else torch.zeros
+    values = allocate(count, dtype=symbol_dtype(alphabet), device=data.device)
+    start = 0
+    for segment in torch.split(values, SEGMENT):
+        for base, shift, positions in plan:
+            for power in range(positions):
+                end = start + _position_size(segment.numel(), base)
+                digits = _unpack_digits(data[start:end], base, segment.numel())
+                weight = base**power << shift
+                segment.copy_(digits) if weight == 1 else segment.add_(digits.to(segment.dtype), alpha=weight)
+                start = end
+    capacity = math.prod(base**positions for base, _, positions in plan)
+    if count and capacity > alphabet and (largest := int(values.max())) >= alphabet:
+        raise WireError(f"symbol {largest} in a stream whose alphabet is {alphabet}: allowed are 0 .. {alphabet - 1}")
+    return values
+
+
+def _position_size(count: int, base: int) -> int:
+    return -(-count // DIGITS_PER_BYTE[base])
+
+
+@functools.cache
+def _column(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype, device=device).unsqueeze(1)
+
+
+def _digits_of(values: Tensor, plan: Plan) -> Iterator[tuple[int, Tensor]]:
+    """Base and digits of each position of symbols ``[n]``: uint8 ``[n]``."""
+    if len(plan) == 1 and plan[0].positions == 1:  # the symbol is its digit
+        yield plan[0].base, values
+        return
+    for base, shift, positions in plan:
+        if base == 3:
+            trits = _trits_of(values.bitwise_right_shift(shift).to(torch.uint8), positions)
+            yield from ((base, digits) for digits in trits)
+        else:
+            for at in range(shift, shift + positions * (base.bit_length() - 1), base.bit_length() - 1):
+                yield base, values.bitwise_right_shift(at).bitwise_and_(base - 1).to(torch.uint8)
+
+
+def _trits_of(values: Tensor, positions: int) -> Tensor:
+    """Base-3 digits of bytes ``[n]`` below ``3 ** positions``, at most 243: uint8 ``[positions, n]``."""
+    if positions == 1:
+        return values.unsqueeze(0)
+    multiply, add, shift = (_column(column[: positions - 1], torch.int16, values.device) for column in _DIVIDE)
+    quotients = (values.to(torch.int16) * multiply).add_(add).bitwise_right_shift_(shift).to(torch.uint8)
+    digits = torch.cat([values.unsqueeze(0), quotients])
+    digits[:-1].sub_(quotients, alpha=3)
+    return digits
+
+
+def _pack_digits(digits: Tensor, base: int, out: Tensor) -> None:
+    """Pack uint8 digits ``[n]`` into bytes ``[ceil(n / k)]``."""
+    per_byte, size = DIGITS_PER_BYTE[base], out.numel()
+    if per_byte == 1:
+        out.copy_(digits)
+        return
+    if digits.numel() < per_byte * size:
+        digits = torch.cat([digits, digits.new_zeros(per_byte * size - digits.numel())])
+    powers = _column(tuple(base**c for c in range(per_byte)), torch.uint8, digits.device)
+    torch.sum(digits.view(per_byte, size) * powers, dim=0, dtype=torch.uint8, out=out)
+
+
+def _unpack_digits(data: Tensor, base: int, count: int) -> Tensor:
+    """Inverse of :func:`_pack_digits`: uint8 ``[count]``; WireError if digits from ``count`` on are not zero."""  # noqa: DOC501
+    per_byte, size = DIGITS_PER_BYTE[base], data.numel()
+    for present in range(1, per_byte + 1):
+        first = max(0, count - present * size)  # bytes from here on hold at most `present` digits
+        limit = base**present
+        if first < size and limit < 256 and (largest := int(data[first:].max())) >= limit:
+            raise WireError(
+                f"byte {largest} in a packed stream of {count} digits of base {base}: must be below {limit}, "
+                "the padding being zero"
+            )
+    if per_byte == 1:
+        return data
+    if base == 3:
+        digits = _trits_of(data, per_byte)
+    else:
+        shifts = _column(tuple(c * (base.bit_length() - 1) for c in range(per_byte)), torch.uint8, data.device)
+        digits = data.bitwise_right_shift(shifts).bitwise_and_(base - 1)
+    return digits.view(-1)[:count]

@@ -1,0 +1,261 @@
+"""Streams of symbols as bytes, by the coder that suits each stream.
+
+Coders:
+
+| id | coder      | body                                                                                      |
+|----|------------|-------------------------------------------------------------------------------------------|
+| 0  | packed     | bits and trits (:mod:`isgq.wire.bits`), no model                                          |
+| 1  | zstd       | whole symbols in bytes, then one Zstandard frame without its four magic bytes             |
+| 2  | ANS coarse | a table of 4-bit weights, one a symbol of the alphabet, then asymmetric numeral systems   |
+| 3  | ANS fine   | the same with 8-bit weights                                                               |
+
+Asymmetric numeral systems: J. Duda, "Asymmetric numeral systems: entropy coding combining speed of Huffman coding with
+compression rate of arithmetic coding", 2013.
+
+A body has at least ``values // 4096`` bytes, *values* being the bytes that the symbols take in memory; a shorter one
+is filled up with zeros. So what a receiver allocates is bounded by what it received, whatever the coder.
+
+A categorical model is a table of integer frequencies, at least 1 each, which sum to 2**24; both sides build it from
+integers alone, so that it is the same everywhere. A coder whose model both sides know from elsewhere needs only another
+table in the place of the transmitted one: :func:`ans_encode` and :func:`ans_decode` take the frequencies.
+"""
+
+import enum
+import math
+from typing import Literal, get_args
+
+import constriction
+import numpy as np
+import numpy.typing as npt
+import torch
+import zstandard
+from torch import Tensor
+
+from isgq.core.errors import OptionError, WireError
+from isgq.core.payload import Symbols, symbol_dtype
+from isgq.wire.bits import pack_symbols, packed_size, unpack_symbols, whole_digits
+
+CoderName = Literal["auto", "packed", "zstd", "ans"]
+
+EXPANSION = 4096
+"""Bytes of decoded symbols that one byte on the wire stands for, at most."""
+
+ANS_ALPHABET_MAX = 4096
+"""Largest alphabet for which a frequency table is sent."""
+
+TOTAL_BITS = 24
+"""The frequencies of a model sum to ``2 ** TOTAL_BITS``."""
+
+_WORTHWHILE = 0.97  # an entropy coder must take at most this part of the packed size
+_FAST = 1.02  # Zstandard, several times as fast, may take this much more than ANS
+_ZSTD_MIN = 64  # packed bytes below which Zstandard's headers never pay
+_ZSTD_MAGIC = zstandard.FRAME_HEADER
+
+_Ints = npt.NDArray[np.int64]
+
+
+class Coder(enum.IntEnum):
+    """How the body of a stream is written; the number stands on the wire."""
+
+    PACKED = 0
+    ZSTD = 1
+    ANS_COARSE = 2
+    ANS_FINE = 3
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of one weight in the table of an ANS coder."""
+        return {Coder.ANS_COARSE: 4, Coder.ANS_FINE: 8}[self]
+
+
+def minimum_size(count: int, alphabet: int) -> int:
+    """Bytes that the body of ``count`` symbols has at least."""
+    return count * symbol_dtype(alphabet).itemsize // EXPANSION
+
+
+def encode_stream(symbols: Symbols, coder: CoderName = "auto") -> tuple[Coder, bytes]:
+    """Code a stream.
+
+    Args:
+        symbols: values within the alphabet (not checked), on any device: packing takes place there.
+        coder: ``"auto"`` picks by size, see :func:`_choose`; a named coder is used wherever it applies: where there is
+            something to code and, for ANS, the alphabet is at most 4096.
+
+    Returns:
+        The coder used and the body, not yet filled up to :func:`minimum_size`.
+
+    Raises:
+        OptionError: unknown coder.
+    """
+    if coder not in get_args(CoderName):
+        raise OptionError(f"unknown coder {coder!r}; choose from {', '.join(get_args(CoderName))}")
+    if coder == "packed" or symbols.alphabet == 1 or not symbols.values.numel():
+        return Coder.PACKED, _packed(symbols)
+    if coder == "zstd":
+        return Coder.ZSTD, _zstd(symbols)
+    if coder == "ans" and symbols.alphabet <= ANS_ALPHABET_MAX:
+        ans, weights, _ = _best_table(symbols)
+        return ans, _ans(symbols, ans, weights)
+    return _choose(symbols) if coder == "auto" else (Coder.PACKED, _packed(symbols))
+
+
+def decode_stream(coder: Coder, body: Tensor, count: int, alphabet: int, device: torch.device) -> Tensor:
+    """Inverse of :func:`encode_stream`.
+
+    Args:
+        coder: how the body was written.
+        body: uint8 ``[size]`` on the CPU, without what filled it up. The caller has checked that
+            ``minimum_size(count, alphabet)`` bytes were received, so allocating the symbols is safe.
+        count: number of symbols.
+        alphabet: number of different symbols.
+        device: where the symbols shall be.
+
+    Returns:
+        ``[count]`` of dtype ``symbol_dtype(alphabet)`` on the device.
+
+    Raises:
+        WireError: the body is no such stream.
+    """
+    if coder is Coder.PACKED:
+        return unpack_symbols(body.to(device), count, alphabet)
+    if alphabet == 1 or not count:
+        raise WireError(f"stream of {count} symbols of an alphabet of {alphabet} is coded, but holds no information")
+    if coder is Coder.ZSTD:
+        return unpack_symbols(_unzstd(body, count, alphabet).to(device), count, alphabet, whole_digits)
+    if alphabet > ANS_ALPHABET_MAX:
+        raise WireError(
+            f"stream with an alphabet of {alphabet} is coded by ANS, which takes {ANS_ALPHABET_MAX} at most"
+        )
+    table = packed_size(alphabet, 1 << coder.weight_bits)
+    if body.numel() < table:
+        raise WireError(f"table of {alphabet} weights takes {table} bytes, the stream has only {body.numel()}")
+    weights = unpack_symbols(body[:table], alphabet, 1 << coder.weight_bits).numpy()
+    values = ans_decode(body[table:].numpy().tobytes(), count, frequencies(weights, coder.weight_bits))
+    return torch.from_numpy(values).to(symbol_dtype(alphabet)).to(device)
+
+
+def _choose(symbols: Symbols) -> tuple[Coder, bytes]:
+    """The smallest coder, unless a faster one is nearly as small.
+
+    ANS is estimated from the histogram. Packed symbols stay where it saves less than 3 %; Zstandard serves where it
+    comes within 2 % of ANS. Alphabets too large for a table choose between these two alone.
+    """
+    size = packed_size(symbols.values.numel(), symbols.alphabet)
+    estimate = _WORTHWHILE * size / _FAST
+    if symbols.alphabet <= ANS_ALPHABET_MAX:
+        ans, weights, estimate = _best_table(symbols)
+        if estimate > _WORTHWHILE * size:
+            return Coder.PACKED, _packed(symbols)
+    if size >= _ZSTD_MIN and len(body := _zstd(symbols)) <= _FAST * estimate:
+        return Coder.ZSTD, body
+    if symbols.alphabet <= ANS_ALPHABET_MAX:
+        return ans, _ans(symbols, ans, weights)
+    return Coder.PACKED, _packed(symbols)
+
+
+def _packed(symbols: Symbols) -> bytes:
+    return pack_symbols(symbols.values, symbols.alphabet).cpu().numpy().tobytes()
+
+
+def _zstd(symbols: Symbols) -> bytes:
+    whole = pack_symbols(symbols.values, symbols.alphabet, whole_digits).cpu().numpy()
+    return zstandard.ZstdCompressor(level=1).compress(whole.data)[len(_ZSTD_MAGIC) :]
+
+
+def _unzstd(body: Tensor, count: int, alphabet: int) -> Tensor:
+    """Whole symbols in bytes; the frame must announce their exact number, which bounds all that is allocated."""  # noqa: DOC501
+    frame = _ZSTD_MAGIC + body.numpy().tobytes()
+    size = packed_size(count, alphabet, whole_digits)
+    try:
+        header = zstandard.get_frame_parameters(frame)
+        if header.content_size != size or header.window_size > max(size, 1 << 10) or header.dict_id:
+            raise WireError(
+                f"Zstandard frame announces {header.content_size} bytes, window {header.window_size}, dictionary "
+                f"{header.dict_id}; {count} symbols of an alphabet of {alphabet} are {size} bytes without a dictionary"
+            )
+        whole = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise WireError(f"Zstandard stream of {body.numel()} bytes is damaged: {error}") from error
+    return torch.frombuffer(bytearray(whole), dtype=torch.uint8)
+
+
+def weight_table(bits: int) -> _Ints:
+    """Weights of the codes of a table: 0, then floating-point numbers with half the steps of the mantissa hidden.
+
+    Code c > 0 stands for ``(2**m + (c - 1) % 2**m) << (c - 1) // 2**m`` with m = 1 bit of mantissa of 4, or 4 of 8.
+    """
+    mantissa = {4: 1, 8: 4}[bits]
+    code = np.arange((1 << bits) - 1, dtype=np.int64)
+    return np.concatenate([[0], ((1 << mantissa) + (code & (1 << mantissa) - 1)) << (code >> mantissa)])
+
+
+def frequencies(codes: npt.NDArray[np.uint8], bits: int) -> _Ints:
+    """The model of a table of weight codes ``[alphabet]``: integer frequencies ``[alphabet]``.
+
+    With weights w, their sums C up to and with a symbol, alphabet a and ``F = 2**24 - a``, the frequencies up to and
+    with symbol i sum to ``C_i F // C_(a-1) + i + 1``.
+
+    Raises:
+        WireError: all weights are zero.
+    """
+    sums = np.cumsum(weight_table(bits)[codes])
+    if sums[-1] == 0:
+        raise WireError(f"all {len(codes)} weights of a stream's table are zero")
+    scaled: _Ints = sums * ((1 << TOTAL_BITS) - len(codes)) // sums[-1]
+    return np.diff(scaled, prepend=np.int64(0)) + 1
+
+
+def _best_table(symbols: Symbols) -> tuple[Coder, npt.NDArray[np.uint8], float]:
+    """The table that makes a stream smaller, table included: the coder, its weight codes and the estimated bytes."""
+    counts = torch.bincount(symbols.values, minlength=symbols.alphabet).cpu().numpy()
+    tables = []
+    for coder in (Coder.ANS_COARSE, Coder.ANS_FINE):
+        weights = weight_table(coder.weight_bits)
+        target = counts * (weights[-1] / counts.max())
+        codes = np.searchsorted((weights[:-1] + weights[1:]) / 2, target).astype(np.uint8)
+        codes[(codes == 0) & (counts > 0)] = 1
+        cost = float(np.sum(counts * (TOTAL_BITS - np.log2(frequencies(codes, coder.weight_bits)))))
+        tables.append((coder, codes, math.ceil(cost / 8) + packed_size(symbols.alphabet, 1 << coder.weight_bits)))
+    return min(tables, key=lambda table: table[2])
+
+
+def _ans(symbols: Symbols, coder: Coder, weights: npt.NDArray[np.uint8]) -> bytes:
+    table = pack_symbols(torch.from_numpy(weights), 1 << coder.weight_bits).numpy().tobytes()
+    return table + ans_encode(symbols.values.cpu().numpy(), frequencies(weights, coder.weight_bits))
+
+
+def _model(table: _Ints) -> constriction.stream.model.Categorical:
+    # constriction gives every symbol 1 of the 2**24 and shares out the rest in proportion: exactly these frequencies.
+    return constriction.stream.model.Categorical((table - 1).astype(np.float64), perfect=False)
+
+
+def ans_encode(values: npt.NDArray[np.integer], table: _Ints) -> bytes:
+    """Code symbols by asymmetric numeral systems: 32-bit words, 64-bit state that starts from 0.
+
+    Args:
+        values: ``[n]`` symbols.
+        table: integer frequencies ``[alphabet]`` that sum to 2**24.
+
+    Returns:
+        The little-endian words without the zero bytes at their end.
+    """
+    coder = constriction.stream.stack.AnsCoder()
+    coder.encode_reverse(values.astype(np.int32), _model(table))
+    words: npt.NDArray[np.uint32] = coder.get_compressed()
+    return words.astype("<u4").tobytes().rstrip(b"\0")
+
+
+def ans_decode(data: bytes, count: int, table: _Ints) -> npt.NDArray[np.int32]:
+    """Inverse of :func:`ans_encode`.
+
+    Raises:
+        WireError: the data end in a zero byte, or do not hold exactly this many symbols.
+    """
+    if data.endswith(b"\0"):
+        raise WireError("ANS stream ends in a zero byte, which an encoder would have left off")
+    words = np.frombuffer(data + bytes(-len(data) % 4), dtype="<u4").astype(np.uint32)
+    coder = constriction.stream.stack.AnsCoder(words)
+    values: npt.NDArray[np.int32] = coder.decode(_model(table), count)
+    if not coder.is_empty():
+        raise WireError(f"ANS stream holds more than its {count} symbols")
+    return values

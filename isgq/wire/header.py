@@ -1,0 +1,82 @@
+"""The fixed header that every rank sends before the payloads of a step, so that all ranks agree or fail alike.
+
+Layout, little-endian, 16 bytes and a bitmap:
+
+    u8  protocol version        u8  status (0 ok, else why this rank cannot take part)
+    u16 parameter the status is about (0xFFFF: none)
+    u32 step                    u32 digest of plan and codec          u32 length of the message that follows
+    ceil(parameters / 8) bytes: bit p set where parameter p got a gradient on this rank
+"""
+
+import enum
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isgq.core.errors import WireError
+
+PROTOCOL = 1
+NO_PARAMETER = 0xFFFF
+_FIELDS = struct.Struct("<BBHIII")
+
+
+class Status(enum.IntEnum):
+    """Why a rank can or cannot take part in a step."""
+
+    OK = 0
+    NON_FINITE = 1
+    EMPTY_BATCH = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True)
+class Header:
+    """One rank's header.
+
+    Attributes:
+        status: whether the rank takes part.
+        parameter: index of the parameter the status is about, or NO_PARAMETER.
+        step: number of the step, modulo 2**32.
+        digest: 32-bit digest of plan and codec.
+        length: bytes of the message that follows.
+        used: per parameter, whether it got a gradient on this rank.
+        version: protocol version.
+    """
+
+    status: Status
+    parameter: int
+    step: int
+    digest: int
+    length: int
+    used: Sequence[bool]
+    version: int = PROTOCOL
+
+    def pack(self) -> Tensor:
+        """uint8 ``[16 + ceil(parameters / 8)]``."""
+        head = _FIELDS.pack(self.version, self.status, self.parameter, self.step % (1 << 32), self.digest, self.length)
+        bits = np.packbits(np.asarray(self.used, dtype=bool), bitorder="little").tobytes()
+        return torch.frombuffer(bytearray(head + bits), dtype=torch.uint8)
+
+    @staticmethod
+    def unpack(data: Tensor, parameters: int) -> "Header":
+        """Read a header for a model of so many parameters.
+
+        Raises:
+            WireError: wrong length, version or status.
+        """
+        raw = data.cpu().numpy().tobytes()
+        expected = _FIELDS.size + (parameters + 7) // 8
+        if len(raw) != expected:
+            raise WireError(f"step header has {len(raw)} bytes, must have {expected} for {parameters} parameters")
+        version, status, parameter, step, digest, length = _FIELDS.unpack_from(raw)
+        if version != PROTOCOL:
+            raise WireError(f"step header of protocol {version}, this is protocol {PROTOCOL}")
+        if status not in list(Status):
+            raise WireError(f"step header has status {status}, known are {[s.value for s in Status]}")
+        bits = np.frombuffer(raw, dtype=np.uint8, offset=_FIELDS.size)
+        used = np.unpackbits(bits, count=parameters, bitorder="little").astype(bool)
+        return Header(Status(status), parameter, step, digest, length, used.tolist(), version)
