@@ -1,21 +1,24 @@
 """Communication-efficient distributed training: quantize the factors of the gradient, not the gradient."""
 
-from isgq import codecs, wire
+from isgq import codecs, ddp, wire
 from isgq.core.errors import IsgqError
 from isgq.core.keys import Key
 from isgq.core.payload import Factors
 from isgq.core.registry import codec, register_codec
+from isgq.federated import Federated
 from isgq.session import Session, instrument
 from isgq.version import __version__
 
 __all__ = [
     "Factors",
+    "Federated",
     "IsgqError",
     "Key",
     "Session",
     "__version__",
     "codec",
     "codecs",
+    "ddp",
     "instrument",
     "register_codec",
     "wire",

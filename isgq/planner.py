@@ -1,13 +1,14 @@
 """Which route each parameter takes, decided from numbers that every rank shares.
 
-Routes: ``factors`` (quantized factors, all-gathered), ``dense`` (the gradient itself, all-reduced).
+Routes: ``factors`` (quantized factors, all-gathered), ``direct`` (the compressed gradient, all-gathered), ``dense``
+(the gradient itself, all-reduced).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Route = Literal["factors", "dense"]
+Route = Literal["factors", "direct", "dense"]
 REFUSED, UNSEEN = -1, 0
 """In place of a measured size: factors do not reproduce the gradient here; no gradient here in this step."""
 
@@ -18,7 +19,7 @@ class Line:
 
     Attributes:
         name: parameter name.
-        route: ``factors`` or ``dense``.
+        route: ``factors``, ``direct`` or ``dense``.
         reason: why.
         factor_bytes: largest measured message of any rank, weight and bias together; 0 where nothing was measured.
         dense_bytes: size of the gradient, weight and riding bias together.

@@ -1,16 +1,19 @@
-"""A *record*: what one rank says of one factored parameter in one step.
+"""What one rank says of a parameter in one step (a *record*), and how all ranks' records make its mean gradient.
 
-Usually a pair payload of its codec. Where this rank has no valid pairs (the gradient was edited, a convolution ran at
-several image sizes) it is the plain gradient instead, weight and riding bias in one vector; a record describes itself,
-so the other ranks need not know beforehand.
+Two routes travel by records. *Factors*: a pair payload; where this rank has no valid pairs (the gradient was edited, a
+convolution ran at several image sizes) the plain gradient instead, weight and riding bias in one vector; a record
+describes itself, so the other ranks need not know beforehand. *Direct*: a payload of the gradient.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from isgq.core.codec import PairCodec
+from isgq.aggregate import decode_direct
+from isgq.core.codec import Codec, PairCodec
 from isgq.core.errors import CodecError, NonFiniteError
 from isgq.core.keys import Key
 from isgq.core.payload import Factors, PairPayload, Payload, check_finite
@@ -30,87 +33,159 @@ def names_of(unit: Unit) -> list[str]:
     return [unit.name] if unit.bias_name is None else [unit.name, unit.bias_name]
 
 
-def is_used(unit: Unit, windows: Mapping[str, Window]) -> bool:
-    """Whether the unit got a gradient on this rank."""
-    return any(windows[name].touched for name in names_of(unit))
+class Carrier(Protocol):
+    """Carries the gradients of one or more parameters as one record a step.
 
-
-def local_gradient(unit: Unit, windows: Mapping[str, Window]) -> Tensor:
-    """This rank's gradient as autograd made it: weight and riding bias as one flat vector."""
-    return torch.cat([windows[name].contribution().reshape(-1) for name in names_of(unit)])
-
-
-def encode_unit(codec: PairCodec, unit: Unit, windows: Mapping[str, Window], key: Key) -> Record:
-    """This rank's record of a unit.
-
-    Raises:
-        NonFiniteError: NaN or Inf in what would travel.
+    Attributes:
+        name: addresses randomness and memory; the ledger's name.
+        names: the parameters it carries.
     """
-    window = windows[unit.name]
-    if window.pairs and not any(windows[name].edited for name in names_of(unit)):
+
+    name: str
+    names: list[str]
+
+    def encode(self, key: Key) -> Record:
+        """This rank's record; NonFiniteError on NaN or Inf in what would travel."""
+        ...
+
+    def decode(self, record: Record) -> Factors | Tensor:
+        """One rank's record; CodecError where it does not fit."""
+        ...
+
+    def close(self, parts: Sequence[Factors | Tensor], world_size: int) -> None:
+        """Write the mean of all ranks' decoded records (in rank order; absent ranks count as zero) to ``p.grad``."""
+        ...
+
+
+@dataclass(eq=False)
+class FactorCarrier:
+    """Carries a unit's weight and riding bias as factors.
+
+    Attributes:
+        codec: compresses the pair.
+        unit: whose gradient.
+        windows: every parameter's window by name.
+    """
+
+    codec: PairCodec
+    unit: Unit
+    windows: Mapping[str, Window]
+
+    def __post_init__(self) -> None:
+        self.name, self.names = self.unit.name, names_of(self.unit)
+
+    def local_gradient(self) -> Tensor:
+        """This rank's gradient as autograd made it: weight and riding bias as one flat vector."""
+        return torch.cat([self.windows[name].contribution().reshape(-1) for name in self.names])
+
+    def encode(self, key: Key) -> Record:
+        """See :class:`Carrier`."""
+        pairs = self.windows[self.name].pairs
+        if pairs and not any(self.windows[name].edited for name in self.names):
+            try:
+                factors = merge(pairs)
+            except CodecError:
+                pass  # a convolution called at several image sizes: the gradient itself travels
+            else:
+                return self.codec.encode_pair(factors, self.unit.contract, key)
+        flat = self.local_gradient()
+        check_finite(flat, f"the gradient of {self.name!r}")
+        return Payload(_PLAIN, tuple(flat.shape), flat.dtype, {}, {"values": flat})
+
+    def decode(self, record: Record) -> Factors | Tensor:
+        """Factors, or the plain gradient as one flat vector; at least float32, on the weight's device.
+
+        Raises:
+            CodecError: the record does not fit the unit.
+        """
+        weight, bias = self.unit.weight, self.unit.bias
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        if isinstance(record, PairPayload):
+            factors = self.codec.decode_pair(record)
+            x = factors.x.to(weight.device, dtype if factors.x.is_floating_point() else factors.x.dtype)
+            return Factors(x, factors.d.to(weight.device, dtype))
+        if record.codec != _PLAIN:
+            raise CodecError(f"the plain gradient of {self.name!r} came as {record.codec!r}")
+        size = weight.numel() + (bias.numel() if bias is not None else 0)
+        return record.require_tensor("values", size, record.dtype).to(weight.device, dtype)
+
+    def close(self, parts: Sequence[Factors | Tensor], world_size: int) -> None:
+        """One contraction for all pairs of one size, plus what came plainly."""
+        by_size: dict[tuple[torch.Size, torch.Size], list[Factors]] = {}
+        for part in parts:
+            if isinstance(part, Factors):
+                by_size.setdefault((part.x.shape[1:], part.d.shape[1:]), []).append(part)
+        gradients = [self.unit.flat_gradient(merge(group)) for group in by_size.values()]
+        mean = _sum([*gradients, *(part for part in parts if isinstance(part, Tensor))]) / world_size
+        split = self.unit.weight.numel()
+        self.windows[self.name].close(mean[:split])
+        if self.unit.bias_name is not None:
+            self.windows[self.unit.bias_name].close(mean[split:])
+
+    def measure(self, key: Key) -> int:
+        """Bytes of this rank's record; REFUSED where its pairs do not make up autograd's gradient, or UNSEEN."""
+        window = self.windows[self.name]
+        if not any(self.windows[name].touched for name in self.names):
+            return UNSEEN
+        if not window.pairs:
+            return REFUSED
         try:
             factors = merge(window.pairs)
+            local, product = self.local_gradient(), self.unit.flat_gradient(factors)
+            tolerance = _TOLERANCE.get(factors.d.dtype, 1e-3)
+            if not torch.linalg.vector_norm(product - local) <= tolerance * torch.linalg.vector_norm(local) + 1e-30:
+                return REFUSED if bool(torch.isfinite(local).all()) else UNSEEN  # the step itself reports NaN
+            return max(1, pack_message([self.codec.encode_pair(factors, self.unit.contract, key)])[1][0])
+        except NonFiniteError:
+            return UNSEEN
         except CodecError:
-            pass  # a convolution called at several image sizes: the gradient itself travels
-        else:
-            return codec.encode_pair(factors, unit.contract, key)
-    flat = local_gradient(unit, windows)
-    check_finite(flat, f"the gradient of {unit.name!r}")
-    return Payload(_PLAIN, tuple(flat.shape), flat.dtype, {}, {"values": flat})
+            return REFUSED
 
 
-def decode_unit(codec: PairCodec, unit: Unit, record: Record) -> Factors | Tensor:
-    """Factors, or the plain gradient as one flat vector; at least float32, on the weight's device.
+@dataclass(eq=False)
+class DirectCarrier:
+    """Carries gradients of one dtype as one compressed tensor: a single one in its shape, several as one flat vector.
 
-    Raises:
-        CodecError: the record does not fit the unit.
+    Attributes:
+        codec: compresses the gradient.
+        name: addresses randomness and memory.
+        windows: of the parameters it carries.
     """
-    device = unit.weight.device
-    dtype = torch.promote_types(unit.weight.dtype, torch.float32)
-    if isinstance(record, PairPayload):
-        factors = codec.decode_pair(record)
-        x = factors.x.to(device, dtype) if factors.x.is_floating_point() else factors.x.to(device)
-        return Factors(x, factors.d.to(device, dtype))
-    if record.codec != _PLAIN:
-        raise CodecError(f"the plain gradient of {unit.name!r} came as {record.codec!r}")
-    size = unit.weight.numel() + (unit.bias.numel() if unit.bias is not None else 0)
-    return record.require_tensor("values", size, record.dtype).to(device, dtype)
+
+    codec: Codec
+    name: str
+    windows: Sequence[Window]
+
+    def __post_init__(self) -> None:
+        self.names = [window.name for window in self.windows]
+
+    def _gradient(self) -> Tensor:
+        parts = [window.contribution() for window in self.windows]
+        return parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+
+    def encode(self, key: Key) -> Record:
+        """See :class:`Carrier`."""
+        return self.codec.encode(self._gradient(), key)
+
+    def decode(self, record: Record) -> Tensor:
+        """See :class:`Carrier`."""
+        first = self.windows[0].parameter
+        whole = sum(window.parameter.numel() for window in self.windows)
+        like = first.detach() if len(self.windows) == 1 else first.detach().new_empty(1).expand(whole)
+        return decode_direct(self.codec, record, self.name, like)
+
+    def close(self, parts: Sequence[Factors | Tensor], world_size: int) -> None:
+        """See :class:`Carrier`."""
+        mean = _sum([part for part in parts if isinstance(part, Tensor)]).reshape(-1) / world_size
+        for window, part in zip(
+            self.windows, torch.split(mean, [w.parameter.numel() for w in self.windows]), strict=True
+        ):
+            window.close(part)
 
 
-def reconstruct(unit: Unit, parts: Sequence[Factors | Tensor]) -> Tensor:
-    """Sum of the parts' gradients, flat: one contraction for all pairs of one size, plus what came plainly.
-
-    Args:
-        unit: whose gradient.
-        parts: at least one, in rank order.
-    """
-    by_size: dict[tuple[torch.Size, torch.Size], list[Factors]] = {}
-    for part in parts:
-        if isinstance(part, Factors):
-            by_size.setdefault((part.x.shape[1:], part.d.shape[1:]), []).append(part)
-    gradients = [unit.flat_gradient(merge(group)) for group in by_size.values()]
-    gradients += [part for part in parts if isinstance(part, Tensor)]
-    total = gradients[0]
-    for gradient in gradients[1:]:
-        total = total + gradient
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum in the given order, so that every rank rounds alike."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
     return total
-
-
-def measure(codec: PairCodec, unit: Unit, windows: Mapping[str, Window], key: Key) -> int:
-    """Bytes of this unit's record here; REFUSED where its pairs do not make up autograd's gradient, or UNSEEN."""
-    window = windows[unit.name]
-    if not is_used(unit, windows):
-        return UNSEEN
-    if not window.pairs:
-        return REFUSED
-    try:
-        factors = merge(window.pairs)
-        local, product = local_gradient(unit, windows), unit.flat_gradient(factors)
-        tolerance = _TOLERANCE.get(factors.d.dtype, 1e-3)
-        if not torch.linalg.vector_norm(product - local) <= tolerance * torch.linalg.vector_norm(local) + 1e-30:
-            return REFUSED if bool(torch.isfinite(local).all()) else UNSEEN  # NaN is reported by the step itself
-        return max(1, pack_message([codec.encode_pair(factors, unit.contract, key)])[1][0])
-    except NonFiniteError:
-        return UNSEEN
-    except CodecError:
-        return REFUSED

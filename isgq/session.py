@@ -11,6 +11,7 @@ import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -19,16 +20,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from isgq.agreement import check_headers, check_introductions, introduce, plan_digest
-from isgq.codecs.pair import Separate
-from isgq.core.codec import Codec, PairCodec
+from isgq.codecs.feedback import Remembering, memory_of
+from isgq.codecs.roles import choose_codecs
 from isgq.core.errors import CodecError, InstrumentError, MismatchError, NonFiniteError, OptionError
 from isgq.core.keys import Key
 from isgq.core.payload import Factors, check_finite
-from isgq.core.registry import AnyCodec, codec, spec_of
+from isgq.core.registry import AnyCodec, spec_of
 from isgq.exchange import Exchange, Loopback, TorchExchange
 from isgq.layers.capture import Capture, Unit, find_units
 from isgq.planner import Line, Plan, decide
-from isgq.records import Record, decode_unit, encode_unit, is_used, measure, names_of, reconstruct
+from isgq.records import Carrier, DirectCarrier, FactorCarrier, Record, names_of
 from isgq.traffic import Traffic
 from isgq.windows import Window
 from isgq.wire import pack_message, unpack_message
@@ -42,6 +43,8 @@ def instrument(
     model: nn.Module,
     codec: str | AnyCodec = "isgq",
     *,
+    dense: str | AnyCodec | None = None,
+    scope: Literal["tensor", "model"] = "tensor",
     exchange: Exchange | None = None,
     skip: str | Collection[str] | Callable[[str], bool] = (),
     routes: RoutePolicy = "auto",
@@ -53,7 +56,11 @@ def instrument(
 
     Args:
         model: the model; stays as it is (no wrapper, no attribute), all ranks get rank 0's parameters and buffers.
-        codec: what compresses the factors, e.g. ``"dithered:levels=1,bucket=row"``; ``"dense"`` sends plain gradients.
+        codec: what compresses the factors, e.g. ``"dithered:levels=1,bucket=row"``. A codec that is made for gradients
+            (``"error_feedback(top_k:k=0.01)"``) is used as ``dense`` instead, without factors; ``"dense"`` sends plain
+            gradients.
+        dense: direct codec for the parameters without factors; None all-reduces their plain gradients.
+        scope: whether ``dense`` compresses each tensor by itself or the whole model as one vector.
         exchange: the transport; by default torch.distributed if it is initialised, else a loopback.
         skip: parameters that shall travel densely: a regular expression, a collection of names or a predicate.
         routes: ``"auto"`` sends factors where they are fewer bytes, ``"factors"`` wherever there are any, ``"dense"``
@@ -70,7 +77,7 @@ def instrument(
         MismatchError: the ranks disagree on model, codec, seed or version.
         ExchangeError: a rank is missing.
     """
-    return Session(model, codec, exchange, _predicate(skip), routes, sync, seed, log)
+    return Session(model, codec, dense, scope, exchange, _predicate(skip), routes, sync, seed, log)
 
 
 def _predicate(skip: str | Collection[str] | Callable[[str], bool]) -> Callable[[str], bool]:
@@ -81,17 +88,6 @@ def _predicate(skip: str | Collection[str] | Callable[[str], bool]) -> Callable[
         return skip
     names = set(skip)
     return lambda name: name in names
-
-
-def _pair_codec(spec: str | AnyCodec) -> PairCodec:
-    if isinstance(spec, str) and spec == "isgq":
-        spec = DEFAULT_CODEC
-    built = codec(spec)
-    return Separate(built, built) if isinstance(built, Codec) else built
-
-
-DEFAULT_CODEC = "dithered:levels=1,bucket=row"
-"""What ``"isgq"`` stands for: one scale per sample, ternary, exact zeros, unbiased."""
 
 
 class Session:
@@ -107,6 +103,8 @@ class Session:
         self,
         model: nn.Module,
         codec: str | AnyCodec,
+        dense: str | AnyCodec | None,
+        scope: Literal["tensor", "model"],
         exchange: Exchange | None,
         skip: Callable[[str], bool],
         routes: RoutePolicy,
@@ -115,16 +113,18 @@ class Session:
         log: Callable[[str], None] | None,
     ) -> None:
         _check_model(model)
-        if codec == "dense":
-            codec, routes = DEFAULT_CODEC, "dense"
         for option, value, allowed in (
             ("routes", routes, ("auto", "factors", "dense")),
             ("sync", sync, ("backward", "manual")),
+            ("scope", scope, ("tensor", "model")),
         ):
             if value not in allowed:
                 raise OptionError(f"{option}={value!r} must be one of {', '.join(allowed)}")
-        self._codec = _pair_codec(codec)
-        self._spec = spec_of(self._codec)
+        self._codec, self._direct = choose_codecs(codec, dense)
+        routes = routes if self._codec is not None else "dense"
+        self._spec = " + ".join(spec_of(c) if c is not None else "dense" for c in (self._codec, self._direct))
+        self._scope = scope
+        self._carriers: list[Carrier] = []
         self._policy, self._sync, self._seed = routes, sync, seed
         self._log = log
         self._model = weakref.ref(model)
@@ -147,7 +147,13 @@ class Session:
     # ---- agreement before the first step
 
     def _agree(self, model: nn.Module) -> None:
-        settings = {"codec": self._spec, "seed": str(self._seed), "routes": self._policy, "sync": self._sync}
+        settings = {
+            "codec": self._spec,
+            "seed": str(self._seed),
+            "routes": self._policy,
+            "sync": self._sync,
+            "scope": self._scope,
+        }
         settings["factored"] = ",".join(unit.name for unit in self._units)
         check_introductions(self._exchange.all_gather(introduce(self._parameters, settings)).wait())
         with torch.no_grad():
@@ -219,22 +225,20 @@ class Session:
             window.check_edits()
         if not self.plan.lines:
             self._make_plan()
+        if not self._carriers:
+            self._build_carriers()
         records, failure, error = self._encode()
         try:
             message, sizes = pack_message([record for _, record in records])
         except CodecError as caught:
-            message, sizes, failure, error = (
-                torch.empty(0, dtype=torch.uint8),
-                [],
-                (Status.FAILED, NO_PARAMETER),
-                caught,
-            )
+            message, sizes = torch.empty(0, dtype=torch.uint8), []
+            failure, error = (Status.FAILED, NO_PARAMETER), caught
         headers = self._exchange_headers(failure, message.numel(), error)
+        received = self._exchange.all_gather(message, [header.length for header in headers])
         used = [any(header.used[i] for header in headers) for i in range(len(self._names))]
         dense = [self._windows[n] for n, u in zip(self._names, used, strict=True) if u and self._is_dense(n)]
-        received = self._exchange.all_gather(message, [header.length for header in headers])
         reduced = [(group, self._exchange.all_reduce_mean(flat)) for group, flat in self._flatten(dense)]
-        self._apply_factors([h.used for h in headers], received.wait())
+        self._apply_records([h.used for h in headers], received.wait())
         for group, pending in reduced:
             flat = pending.wait()
             for window, part in zip(group, torch.split(flat, [w.parameter.numel() for w in group]), strict=True):
@@ -242,21 +246,27 @@ class Session:
         for window in self._windows.values():
             window.reset()
         self._account(records, sizes, dense)
+        if self._memory is not None:
+            self._memory.commit()
         self.step += 1
 
     def _is_dense(self, name: str) -> bool:
-        return name not in self._carried
+        return all(name not in carrier.names for carrier in self._carriers)
 
-    def _encode(self) -> tuple[list[tuple[Unit, Record]], tuple[Status, int], Exception | None]:
-        """Records of all factored parameters that got a gradient here; or why this rank cannot take part."""
-        records: list[tuple[Unit, Record]] = []
+    @property
+    def _memory(self) -> Remembering | None:
+        return memory_of(self._direct)
+
+    def _encode(self) -> tuple[list[tuple[Carrier, Record]], tuple[Status, int], Exception | None]:
+        """Records of all carried parameters that got a gradient here; or why this rank cannot take part."""
+        records: list[tuple[Carrier, Record]] = []
         name = ""
         try:
             self._check_parameters()
-            for unit in self._factored:
-                name = unit.name
-                if is_used(unit, self._windows):
-                    records.append((unit, encode_unit(self._codec, unit, self._windows, self._key(unit))))
+            for carrier in self._carriers:
+                name = carrier.names[0]
+                if any(self._windows[n].touched for n in carrier.names):
+                    records.append((carrier, carrier.encode(self._key(carrier.name))))
             for name in filter(self._is_dense, self._names):
                 window = self._windows[name]
                 if window.touched:
@@ -270,8 +280,8 @@ class Session:
             return [], (Status.EMPTY_BATCH, NO_PARAMETER), None
         return records, (Status.OK, NO_PARAMETER), None
 
-    def _key(self, unit: Unit) -> Key:
-        return Key(unit.name, self._seed, self.step, self._exchange.rank)
+    def _key(self, name: str) -> Key:
+        return Key(name, self._seed, self.step, self._exchange.rank)
 
     def _exchange_headers(self, failure: tuple[Status, int], length: int, error: Exception | None) -> list[Header]:
         status, parameter = failure
@@ -283,9 +293,9 @@ class Session:
         try:
             check_headers(headers, self._names)
         except Exception as refusal:
-            if error is not None:
-                raise refusal from error
-            raise
+            if self._memory is not None:
+                self._memory.rollback()
+            raise refusal from error
         return headers
 
     def _flatten(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], Tensor]]:
@@ -296,31 +306,29 @@ class Session:
         for group in groups.values():
             yield group, torch.cat([window.contribution().reshape(-1) for window in group])
 
-    def _apply_factors(self, used: Sequence[Sequence[bool]], messages: Sequence[Tensor]) -> None:
-        """Decode every rank's records, contract once per parameter, and write the means."""  # noqa: DOC501
+    def _apply_records(self, used: Sequence[Sequence[bool]], messages: Sequence[Tensor]) -> None:
+        """Decode every rank's records, and write each carrier's mean."""  # noqa: DOC501
         index = {name: i for i, name in enumerate(self._names)}
-        decoded: dict[str, list[Factors | Tensor]] = {unit.name: [] for unit in self._factored}
+        decoded: dict[str, list[Factors | Tensor]] = {carrier.name: [] for carrier in self._carriers}
         for rank, message in enumerate(messages):
-            units = [u for u in self._factored if any(used[rank][index[n]] for n in names_of(u))]
-            records = unpack_message(message) if units else []
-            if len(records) != len(units):
-                raise CodecError(f"rank {rank} sent {len(records)} records for {len(units)} parameters")
-            for unit, record in zip(units, records, strict=True):
-                decoded[unit.name].append(decode_unit(self._codec, unit, record))
-        for unit in self._factored:
-            if decoded[unit.name]:
-                mean = reconstruct(unit, decoded[unit.name]) / self._exchange.world_size
-                size = unit.weight.numel()
-                self._windows[unit.name].close(mean[:size])
-                if unit.bias_name is not None:
-                    self._windows[unit.bias_name].close(mean[size:])
+            sent = [c for c in self._carriers if any(used[rank][index[n]] for n in c.names)]
+            records = unpack_message(message)
+            if len(records) != len(sent):
+                raise CodecError(f"rank {rank} sent {len(records)} records for {len(sent)} parameters")
+            for carrier, record in zip(sent, records, strict=True):
+                decoded[carrier.name].append(carrier.decode(record))
+        for carrier in self._carriers:
+            if decoded[carrier.name]:
+                carrier.close(decoded[carrier.name], self._exchange.world_size)
 
-    def _account(self, records: Sequence[tuple[Unit, Any]], sizes: Sequence[int], dense: Sequence[Window]) -> None:
+    def _account(
+        self, records: Sequence[tuple[Carrier, Record]], sizes: Sequence[int], dense: Sequence[Window]
+    ) -> None:
         traffic, before = self.traffic, self.traffic.sent
         traffic.sent = self._exchange.sent - self._start_bytes[0]
         traffic.received = self._exchange.received - self._start_bytes[1]
         attributed = 0
-        pieces = [(unit.name, size) for (unit, _), size in zip(records, sizes, strict=True)]
+        pieces = [(carrier.name, size) for (carrier, _), size in zip(records, sizes, strict=True)]
         pieces += [(w.name, w.parameter.numel() * w.parameter.element_size()) for w in dense]
         for name, size in pieces:
             traffic.by_parameter[name] += size
@@ -331,18 +339,24 @@ class Session:
 
     # ---- the plan
 
-    @property
-    def _factored(self) -> list[Unit]:
-        return [unit for unit in self._units if self.plan.route(unit.name) == "factors"]
-
-    @property
-    def _carried(self) -> set[str]:
-        return {name for unit in self._factored for name in names_of(unit)}
+    def _build_carriers(self) -> None:
+        """One carrier per factored unit, then one per direct tensor, or one for all of a dtype."""
+        for unit in self._units:
+            if self._codec is not None and self.plan.route(unit.name) == "factors":
+                self._carriers.append(FactorCarrier(self._codec, unit, self._windows))
+        if self._direct is not None:
+            windows = [self._windows[name] for name in filter(self._is_dense, self._names)]
+            groups: dict[str, list[Window]] = {}
+            for window in windows:
+                whole = f"model/{window.parameter.dtype}/{window.parameter.device.type}"
+                groups.setdefault(window.name if self._scope == "tensor" else whole, []).append(window)
+            self._carriers += [DirectCarrier(self._direct, name, group) for name, group in groups.items()]
 
     def _make_plan(self) -> None:
         """Measure every candidate's message on this rank, share the sizes, decide alike. A collective call."""
         sizes = torch.tensor(
-            [measure(self._codec, unit, self._windows, self._key(unit)) for unit in self._units], dtype=torch.int64
+            [self._measure(unit) for unit in self._units],
+            dtype=torch.int64,
         )
         lines = []
         if self._units:
@@ -357,8 +371,14 @@ class Session:
                 continue
             size = self._parameters[name].numel() * self._parameters[name].element_size()
             lines.append(Line(name, "dense", self._reasons.get(name, "the session is dense"), 0, size))
+        if self._direct is not None:
+            lines = [replace(line, route="direct") if line.route == "dense" else line for line in lines]
         self.plan = Plan(tuple(sorted(lines, key=lambda line: self._names.index(line.name))))
         self._report()
+
+    def _measure(self, unit: Unit) -> int:
+        assert self._codec is not None
+        return FactorCarrier(self._codec, unit, self._windows).measure(self._key(unit.name))
 
     def _line(self, unit: Unit) -> Line:
         size = sum(self._parameters[n].numel() * self._parameters[n].element_size() for n in names_of(unit))
@@ -382,9 +402,16 @@ class Session:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: step number, seed, codec and plan. Plain types only."""
+        """This rank's state: step number, seed, codec, plan and memory. Plain types and tensors only."""
         lines = [vars(line) for line in self.plan.lines]
-        return {"step": self.step, "seed": self._seed, "codec": self._spec, "rank": self._exchange.rank, "plan": lines}
+        return {
+            "step": self.step,
+            "seed": self._seed,
+            "codec": self._spec,
+            "rank": self._exchange.rank,
+            "plan": lines,
+            "memory": self._memory.state_dict() if self._memory is not None else {},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken, bit for bit.
@@ -401,6 +428,9 @@ class Session:
         if unknown:
             raise MismatchError(f"the state was saved for another model: it has {', '.join(unknown)}")
         self.step, self.plan = int(state["step"]), plan
+        self._carriers = []
+        if self._memory is not None:
+            self._memory.load_state_dict(state["memory"])
 
     def close(self) -> None:
         """Remove every hook; the model is as it was, ``p.grad`` stays. May be called twice."""

@@ -5,6 +5,7 @@ from isgq.codecs import (
     dithered,
     eus,
     exact,
+    feedback,
     int8,
     lloyd_max,
     nested,
@@ -12,16 +13,21 @@ from isgq.codecs import (
     pair,
     qcs,
     qsgd,
+    schedule,
     sign,
     sparse,
     terngrad,
 )
+from isgq.core.registry import register_alias
+
+register_alias("isgq", "separate(dithered:levels=1,bucket=row)")  # the recommended default
 
 __all__ = [
     "casts",
     "dithered",
     "eus",
     "exact",
+    "feedback",
     "int8",
     "lloyd_max",
     "nested",
@@ -29,6 +35,7 @@ __all__ = [
     "pair",
     "qcs",
     "qsgd",
+    "schedule",
     "sign",
     "sparse",
     "terngrad",

@@ -95,16 +95,23 @@ class Buckets:
         # Two passes without a copy are several times faster than abs() or an infinity norm.
         return torch.cat([torch.maximum(part.amax(1), part.amin(1).neg()) for part in parts if part.numel()] or [flat])
 
-    def sums(self, flat: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Sum over each bucket: float64 ``[count]``.
+    def l2(self, flat: Tensor) -> Tensor:
+        """Euclidean norm of each bucket: float32 ``[count]``, never below :meth:`absmax` and never infinite."""
+        largest = self.absmax(flat)
+        norm = self._relative_sums(flat, largest, torch.square).sqrt_().mul_(largest)
+        return torch.maximum(norm.clamp_(max=torch.finfo(torch.float32).max).to(torch.float32), largest)
 
-        Args:
-            flat: ``[numel]``.
-            of: maps a block ``[k, m]`` to its sums over the second dimension, ``[k]``.
-        """
+    def mean_abs(self, flat: Tensor) -> Tensor:
+        """Mean absolute value of each bucket: float64 ``[count]``."""
+        largest = self.absmax(flat)
+        return self._relative_sums(flat, largest, torch.abs).div_(self.sizes(flat.device)).mul_(largest)
+
+    def _relative_sums(self, flat: Tensor, largest: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Sums of a function of ``x / largest``, which cannot overflow: float64 ``[count]``."""
+        divisor = nonzero(largest).unsqueeze(1)
         total = torch.zeros(self.count, dtype=torch.float64, device=flat.device)
         for block, _, buckets in self.blocks(flat):
-            total[buckets] += of(block)
+            total[buckets] += of(block / divisor[buckets]).sum(1)
         return total
 
     def spread(self, each: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ increasing, none of weight 0.
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,9 +27,12 @@ from isgq.core.keys import random_int32
 Sampler = Callable[[Tensor, int, int], Tensor]
 """``(weights, count, digest) -> positions``."""
 
+_Reals = npt.NDArray[np.float64]
+
 _ROWS = 1 << 18  # up to here the order is a full permutation; above, of rows of several entries
 _ABOVE = 1 + 2.0**-50
 _PASSES = 200
+_CLOSE = 1e-11  # relative, on the inclusion probabilities
 _MAX_ENTRIES, _MAX_TABLE = 1 << 12, 1 << 20
 
 
@@ -144,21 +149,21 @@ def pivotal(weights: Tensor, count: int, digest: int) -> Tensor:
     return torch.cat([*drawn, entries[probability > 0.5]]).sort().values
 
 
-def _counts(p: Tensor, m: int) -> Tensor:
+def _counts(p: _Reals, not_p: _Reals, m: int) -> _Reals:
     """Law of the number of successes among the last entries: ``[n + 1, m + 1]``, row i for entries ``i ..``."""
-    table = p.new_zeros(p.numel() + 1, m + 1)
+    table = np.zeros((len(p) + 1, m + 1))
     table[-1, 0] = 1
-    for i in range(p.numel() - 1, -1, -1):
-        table[i] = (1 - p[i]) * table[i + 1]
+    for i in range(len(p) - 1, -1, -1):
+        table[i] = not_p[i] * table[i + 1]
         table[i, 1:] += p[i] * table[i + 1, :-1]
     return table
 
 
-def _conditional_inclusion(p: Tensor, m: int) -> tuple[Tensor, Tensor]:
+def _conditional_inclusion(p: _Reals, not_p: _Reals, m: int) -> tuple[_Reals, _Reals]:
     """Inclusion probabilities of independent draws p given that there are m, and the table of :func:`_counts`."""
-    after = _counts(p, m)
-    before = _counts(p.flip(0), m).flip(0)
-    others = (before[:-1, :m] * after[1:, :m].flip(1)).sum(1)
+    after = _counts(p, not_p, m)
+    before = _counts(p[::-1], not_p[::-1], m)[::-1]
+    others = (before[:-1, :m] * after[1:, :m][:, ::-1]).sum(1)
     return p * others / after[0, m], after
 
 
@@ -171,33 +176,36 @@ def conditional_poisson(weights: Tensor, count: int, digest: int) -> Tensor:
        so a damping of 2/3 contracts.
     2. Go through the entries once and draw each with its probability given what is still to be drawn.
 
+    Computed on the host, entry by entry.
+
     Raises:
         CodecError: more than 2**12 nonzero entries, or a table of more than 2**20 numbers; or no p was found.
     """
     if count == 0:
         return torch.arange(0, device=weights.device)
-    entries, wanted = _positive(weights, count)
+    entries, probability = _positive(weights, count)
     n = entries.numel()
     if n > _MAX_ENTRIES or n * (count + 1) > _MAX_TABLE:
         raise CodecError(
             f"conditional_poisson takes at most {_MAX_ENTRIES} nonzero entries and {_MAX_TABLE} of entries times "
             f"draws, got {n} and {n * (count + 1)}; use the sampler 'systematic' or 'pivotal'"
         )
-    wanted = wanted.cpu()
-    odds = wanted.logit(eps=1e-15)
+    wanted: _Reals = probability.cpu().numpy()
+    unwanted = np.maximum(1 - wanted, 2.0**-53)
+    log_odds = np.log(wanted) - np.log(unwanted)
     for _ in range(_PASSES):
-        p = odds.sigmoid()
-        found, after = _conditional_inclusion(p, count)
+        p, not_p = 1 / (1 + np.exp(-log_odds)), 1 / (1 + np.exp(log_odds))
+        found, after = _conditional_inclusion(p, not_p, count)
         error = wanted - found
-        if float((error / wanted).abs().max()) < 1e-12:
+        if (np.abs(error) <= _CLOSE * wanted + n * 2.0**-50).all():
             break
-        odds += 2 / 3 * error / (wanted * (1 - wanted)).clamp(min=1e-15)
+        log_odds += 2 / 3 * error / (wanted * unwanted)
     else:
         raise CodecError("conditional_poisson found no odds for these probabilities; use 'systematic' or 'pivotal'")
-    chance = _uniform(digest, "conditional_poisson", n, torch.device("cpu")).tolist()
-    table, probability, drawn, left = after.tolist(), p.tolist(), [], count
+    chance = _uniform(digest, "conditional_poisson", n, torch.device("cpu")).numpy()
+    drawn, left = [], count
     for i in range(n):
-        if left and chance[i] * table[i][left] < probability[i] * table[i + 1][left - 1]:
+        if left and chance[i] * after[i, left] < p[i] * after[i + 1, left - 1]:
             drawn.append(i)
             left -= 1
     return entries[torch.tensor(drawn, dtype=torch.int64, device=entries.device)]

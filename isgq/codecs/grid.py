@@ -25,7 +25,9 @@ def check_levels(levels: int) -> None:
         OptionError: not in 1 .. 127.
     """
     if not 1 <= levels <= MAX_LEVELS:
-        raise OptionError(f"levels={levels} must be in 1 .. {MAX_LEVELS}: it counts the steps between zero and the norm")
+        raise OptionError(
+            f"levels={levels} must be in 1 .. {MAX_LEVELS}: it counts the steps between zero and the norm"
+        )
 
 
 def alphabet(levels: int) -> int:
@@ -57,7 +59,7 @@ def round_stochastic(flat: Tensor, norm: Tensor, levels: int, buckets: Buckets, 
 
 
 def round_nearest(flat: Tensor, norm: Tensor, levels: int, buckets: Buckets) -> Tensor:
-    """Round to the nearest point (ties to even): uint8 symbols ``[numel]``; arguments as in :func:`round_stochastic`."""
+    """Round to the nearest point, ties to even; arguments and result as in :func:`round_stochastic`."""
     norm = nonzero(norm).unsqueeze(1)
     symbols = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
     for block, elements, rows in buckets.blocks(flat):

@@ -37,8 +37,7 @@ def factors(order: int) -> tuple[int, ...]:
 
 def smallest_period(order: int, rows: int) -> int:
     """Smallest K such that the first ``rows`` rows of H, as long as ``order``, repeat with period K; a valid order."""
-    twos, *paley = factors(order)
-    period = order
+    twos, period = factors(order)[0], order
     while twos % 2 == 0 and period // 2 >= rows:
         twos, period = twos // 2, period // 2
     return period
@@ -90,7 +89,9 @@ def paley_matrix(order: int) -> Tensor:
     p, degree = _FIELDS[order]
     field = list(itertools.product(range(p), repeat=degree))
     q = len(field)
-    character = torch.tensor([[_character([s - t for s, t in zip(a, b, strict=True)], p) for b in field] for a in field])
+    character = torch.tensor([
+        [_character([s - t for s, t in zip(a, b, strict=True)], p) for b in field] for a in field
+    ])
     bordered = torch.zeros(q + 1, q + 1)
     bordered[0, 1:], bordered[1:, 1:] = 1, character
     if q % 4 == 3:

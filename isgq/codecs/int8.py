@@ -1,7 +1,7 @@
-"""Blockwise 8-bit integers: each block scaled by its largest element to -127 .. 127 (Dettmers 2016; Dettmers et al. 2022).
+"""Blockwise 8-bit integers: each block is scaled by its largest element to -127 .. 127.
 
 Data: symbols ``q`` ``[numel]`` of 255 values; tensor ``norm`` float32, one a block. The last block may be shorter;
-nothing is padded.
+nothing is padded. Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 """
 
 from dataclasses import dataclass

@@ -47,7 +47,9 @@ class OneBit:
         high, low = (payload.require_tensor(side, buckets.count, torch.float32)[:, None] for side in ("high", "low"))
         flat = torch.empty(buckets.numel, dtype=torch.float32, device=bits.device)
         for block, elements, rows in buckets.blocks(flat):
-            torch.where(bits[elements].view(block.shape) != 0, high[rows], low[rows], out=block)
+            bit = bits[elements].view(block.shape).to(torch.float32)
+            torch.mul(bit, high[rows], out=block)
+            block.addcmul_(bit.neg_().add_(1), low[rows])  # one of the two products is zero, so the sum is exact
         return restore(flat, payload)
 
     def contraction(self, x: Tensor) -> float:
@@ -59,7 +61,7 @@ class OneBit:
 
 
 def _split_at_zero(flat: Tensor, buckets: Buckets) -> tuple[Tensor, Tensor, Tensor]:
-    """Bits ``[numel]`` (uint8, 1 where >= 0), and counts and means of both sides: float64 ``[2, count]``, ones first."""
+    """Bits: uint8 ``[numel]``, 1 where >= 0; counts and means of both sides, ones first: float64 ``[2, count]``."""
     bits = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
     largest = buckets.absmax(flat)
     divisor = nonzero(largest).unsqueeze(1)  # sums of quotients cannot overflow

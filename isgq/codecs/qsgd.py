@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isgq.codecs import grid
-from isgq.codecs.buckets import Bucket, Buckets, check_bucket, nonzero
+from isgq.codecs.buckets import Bucket, Buckets, check_bucket
 from isgq.codecs.flat import flatten, require_codec, restore
 from isgq.core.errors import OptionError
 from isgq.core.keys import Key
@@ -63,21 +63,4 @@ class QSGD:
         return grid.rounding_variance(flat, self._norms(flat, buckets), self.levels, buckets).reshape(x.shape)
 
     def _norms(self, flat: Tensor, buckets: Buckets) -> Tensor:
-        largest = buckets.absmax(flat)
-        return largest if self.norm == "max" else l2_norm(flat, largest, buckets)
-
-
-def l2_norm(flat: Tensor, largest: Tensor, buckets: Buckets) -> Tensor:
-    """Euclidean norm of each bucket, ``[count]``: never below the largest element, never infinite.
-
-    Args:
-        flat: float32 ``[numel]``.
-        largest: ``buckets.absmax(flat)``; squares are taken of quotients by it, so that they cannot overflow.
-        buckets: what a norm is of.
-    """
-    divisor = nonzero(largest).unsqueeze(1)
-    squares = torch.zeros(buckets.count, dtype=torch.float64, device=flat.device)
-    for block, _, rows in buckets.blocks(flat):
-        squares[rows] += (block / divisor[rows]).square_().sum(1)
-    norm = (squares.sqrt_() * largest).clamp_(max=torch.finfo(torch.float32).max).to(torch.float32)
-    return torch.maximum(norm, largest)
+        return buckets.absmax(flat) if self.norm == "max" else buckets.l2(flat)

@@ -10,9 +10,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from isgq.codecs.buckets import Bucket, Buckets, check_bucket, nonzero
+from isgq.codecs.buckets import Bucket, Buckets, check_bucket
 from isgq.codecs.flat import flatten, require_codec, restore
-from isgq.codecs.qsgd import l2_norm
 from isgq.core.errors import OptionError
 from isgq.core.keys import Key
 from isgq.core.payload import Payload, Symbols
@@ -57,7 +56,7 @@ class Sign:
         scale = payload.require_tensor("scale", buckets.count, torch.float32).unsqueeze(1)
         flat = torch.empty(buckets.numel, dtype=torch.float32, device=bits.device)
         for block, elements, rows in buckets.blocks(flat):
-            torch.where(bits[elements].view(block.shape) != 0, scale[rows], -scale[rows], out=block)
+            block.copy_(bits[elements].view(block.shape)).mul_(2).sub_(1).mul_(scale[rows])
         return restore(flat, payload)
 
     def contraction(self, x: Tensor) -> float:
@@ -66,21 +65,11 @@ class Sign:
         With scale s and mean m of ``|x|`` a bucket of n elements loses ``||x||**2 - n s (2 m - s)``.
         """
         flat, buckets = flatten(x, Key("x")), Buckets.of(x.shape, self.bucket)
-        scale, mean = self._scales(flat, buckets), _mean_abs(flat, buckets.absmax(flat), buckets)
+        scale, mean = self._scales(flat, buckets), buckets.mean_abs(flat)
         total = flat.double().square().sum()
         return float((buckets.sizes(flat.device) * scale * (2 * mean - scale)).sum() / total) if total else 1.0
 
     def _scales(self, flat: Tensor, buckets: Buckets) -> Tensor:
-        largest = buckets.absmax(flat)
         if self.scale == "l1":
-            return _mean_abs(flat, largest, buckets)
-        return l2_norm(flat, largest, buckets).double() / buckets.sizes(flat.device).sqrt()
-
-
-def _mean_abs(flat: Tensor, largest: Tensor, buckets: Buckets) -> Tensor:
-    """Mean of ``|x|`` over each bucket: float64 ``[count]``; ``largest`` is ``buckets.absmax(flat)``."""
-    divisor = nonzero(largest).unsqueeze(1)  # sums of quotients cannot overflow
-    total = torch.zeros(buckets.count, dtype=torch.float64, device=flat.device)
-    for block, _, rows in buckets.blocks(flat):
-        total[rows] += (block / divisor[rows]).abs_().sum(1)
-    return total / buckets.sizes(flat.device) * largest
+            return buckets.mean_abs(flat)
+        return buckets.l2(flat).double() / buckets.sizes(flat.device).sqrt()

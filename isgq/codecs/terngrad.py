@@ -12,7 +12,6 @@ from torch import Tensor
 from isgq.codecs import grid
 from isgq.codecs.buckets import Bucket, Buckets, check_bucket
 from isgq.codecs.flat import flatten, require_codec, restore
-from isgq.codecs.qsgd import l2_norm
 from isgq.core.errors import OptionError
 from isgq.core.keys import Key
 from isgq.core.payload import Payload, Symbols
@@ -76,5 +75,5 @@ class TernGrad:
         largest = buckets.absmax(flat)
         if self.clip is None:
             return largest
-        deviation = l2_norm(flat, largest, buckets) / buckets.sizes(flat.device).sqrt()
+        deviation = buckets.l2(flat) / buckets.sizes(flat.device).sqrt()
         return torch.minimum(largest, self.clip * deviation)

@@ -22,6 +22,7 @@ from isgq.core.errors import OptionError
 AnyCodec = Codec | PairCodec
 _T = TypeVar("_T")
 _REGISTRY: dict[str, type[Any]] = {}
+_ALIASES: dict[str, str] = {}
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
@@ -57,6 +58,43 @@ def register_codec(name: str) -> Callable[[type[_T]], type[_T]]:
     return register
 
 
+def register_alias(name: str, spec: str) -> None:
+    """Let a name stand for a whole spec.
+
+    Raises:
+        OptionError: the name is taken.
+    """
+    if name in _REGISTRY or name in _ALIASES:
+        raise OptionError(f"codec {name!r} is already registered")
+    _ALIASES[name] = spec
+
+
+def schedule_value(text: str, step: int) -> str:
+    """Value at a step of ``"start->end@steps"``; any other text is returned as it is.
+
+    Geometric between positive values, linear otherwise; rounded where start and end are integers.
+
+    Raises:
+        OptionError: malformed schedule.
+    """
+    if "->" not in text:
+        return text
+    try:
+        first, rest = text.split("->")
+        last, steps = rest.split("@")
+        start, end, span = float(first), float(last), int(steps)
+    except ValueError:
+        raise OptionError(f"schedule {text!r} must look like start->end@steps, for instance 0.25->0.001@500") from None
+    if span < 1:
+        raise OptionError(f"schedule {text!r} must last at least one step")
+    done = min(step / span, 1.0)
+    if done == 1.0:
+        return last.strip()
+    value = start * (end / start) ** done if start > 0 and end > 0 else start + (end - start) * done
+    integers = not any(letter in first + last for letter in ".e")
+    return str(round(value)) if integers else repr(value)
+
+
 def codec_names() -> list[str]:
     """Registered names, sorted."""
     return sorted(_REGISTRY)
@@ -84,7 +122,11 @@ def codec(spec: "str | AnyCodec") -> AnyCodec:
     """
     if not isinstance(spec, str):
         return spec
-    name, inner, options = _split(spec)
+    spec = _ALIASES.get(spec, spec)
+    name, inner, options = split_spec(spec)
+    if any("->" in option for option in options):
+        scheduled: AnyCodec = codec_class("scheduled")(spec)
+        return scheduled
     cls = codec_class(name)
     known = {f.name: f for f in dataclasses.fields(cls) if f.init}
     hints = typing.get_type_hints(cls)
@@ -126,7 +168,7 @@ def spec_of(codec_object: AnyCodec) -> str:
     return f"{codec_object.name}{inner}" + (":" + ",".join(options) if options else "")
 
 
-def _split(spec: str) -> tuple[str, str | None, list[str]]:
+def split_spec(spec: str) -> tuple[str, str | None, list[str]]:
     """Split ``name(inner):a=1,b=2`` at the outer level; OptionError where it is malformed."""  # noqa: DOC501
     head, inner, rest = spec.strip(), None, ""
     opening = head.find("(")

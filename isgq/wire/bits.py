@@ -30,8 +30,8 @@ SEGMENT = 40 << 14
 DIGITS_PER_BYTE = {2: 8, 3: 5, 4: 4, 16: 2, 256: 1}
 """How many digits of a base share a byte."""
 
-# v // 3**c is (v * multiply + add) >> shift for c = 1 .. 4 and v < 243, within 16 bits. Tensor libraries vectorise these
-# operations, but no integer division.
+# v // 3**c is (v * multiply + add) >> shift for c = 1 .. 4 and v < 243, within 16 bits. Tensor libraries vectorise
+# these operations, but no integer division.
 _DIVIDE = ((85, 57, 19, 101), (85, 0, 0, 101), (8, 9, 9, 13))
 
 _TRITS_MAX = 4  # more never beat the bits: five take 8 bits

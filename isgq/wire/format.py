@@ -3,10 +3,13 @@
 ::
 
     frame  := "IQ"  version 1  kind  crc32 (4 bytes, little-endian, of all other bytes)  body
-    body   := varint #names  text*  varint #layouts  layout*  varint #records  (reference to a layout  record)*
+    body   := varint #names  text*  varint #layouts  layout*  varint #records  record*
+    record := form  digests  contents
+    form   := 0, as the template says | 1 + reference to a layout  sizes
 
 Names (:mod:`isgq.wire.reader`), layouts (:mod:`isgq.wire.layout`) and records (:mod:`isgq.wire.record`) are three
-levels: what several records have in common stands once.
+levels: what several records have in common stands once, and what both sides know beforehand
+(:mod:`isgq.wire.template`) not at all.
 
 Reading goes twice over the bytes: first the structure, completely, with every length compared with the bytes there are,
 then the contents. Nothing is allocated for a length that the bytes do not bear out: what a frame decodes into is at
@@ -24,13 +27,15 @@ from torch import Tensor
 
 from isgq.core.errors import WireError
 from isgq.wire.entropy import CoderName
-from isgq.wire.layout import Layout, Record, layout_of, read_layout, write_layout
+from isgq.wire.layout import Layout, Record, read_layout, write_layout
 from isgq.wire.reader import Reader, References, text, varint
-from isgq.wire.record import Pieces, RecordFields, read_record, write_record
+from isgq.wire.record import Pieces, RecordFields, read_record, read_sizes, write_record, write_sizes
+from isgq.wire.template import Form, Template, form_of
 
 MAGIC = b"IQ"
 VERSION = 1
 
+_STANDS_ALONE = Template()
 _HEADER = struct.Struct("<2sBBI")
 _CHECKSUM_AT = 4
 
@@ -57,19 +62,24 @@ def pack(payload: Record, *, coder: CoderName = "auto") -> Tensor:
         CodecError: symbols outside their alphabet, or a name, dtype, shape or digest that cannot be sent.
         OptionError: unknown coder.
     """
-    return _write(Kind.PAYLOAD, [payload], coder)[0]
+    return _write(Kind.PAYLOAD, [payload], coder, _STANDS_ALONE)[0]
 
 
 def pack_message(
-    records: Sequence[Record], *, coder: CoderName = "auto", implied_digest: bool = False
+    records: Sequence[Record],
+    *,
+    coder: CoderName = "auto",
+    implied_digest: bool = False,
+    template: Template | None = None,
 ) -> tuple[Tensor, list[int]]:
     """Write many payloads with one header and one checksum, saying once what they have in common.
 
     Args:
         records: in an order that the receiver knows.
         coder: as for :func:`pack`.
-        implied_digest: leave out digests, because the receiver can make them from its own keys. Zero digests stay zero,
-            and a pair whose parts have different digests still carries them.
+        implied_digest: leave out the digests, because the receiver can make them from its own keys. Zero digests stay
+            zero.
+        template: leave out what the receiver knows from the same template; a record may still differ from it.
 
     Returns:
         uint8 ``[bytes]`` on the CPU, and the bytes of each record; the rest is shared by all.
@@ -78,7 +88,7 @@ def pack_message(
         CodecError: as for :func:`pack`.
         OptionError: as for :func:`pack`.
     """
-    return _write(Kind.IMPLIED if implied_digest else Kind.MESSAGE, records, coder)
+    return _write(Kind.IMPLIED if implied_digest else Kind.MESSAGE, records, coder, template or _STANDS_ALONE)
 
 
 def unpack(data: Tensor, *, device: torch.device | str = "cpu") -> Record:
@@ -92,52 +102,64 @@ def unpack(data: Tensor, *, device: torch.device | str = "cpu") -> Record:
         WireError: the bytes are not exactly one such frame.
     """
     host = _on_host(data)
-    kind, records = _read(host, None)
+    kind, records = read_frame(host, None, _STANDS_ALONE)
     if kind is not Kind.PAYLOAD:
         raise WireError(f"frame is a message of {len(records)} records, not one payload: use unpack_message")
     return records[0].build(host, torch.device(device))
 
 
 def unpack_message(
-    data: Tensor, *, digests: Sequence[int] | None = None, device: torch.device | str = "cpu"
+    data: Tensor,
+    *,
+    digests: Sequence[int | Sequence[int]] | None = None,
+    template: Template | None = None,
+    device: torch.device | str = "cpu",
 ) -> list[Record]:
     """Read what :func:`pack_message` wrote: the same payloads, bit for bit.
 
     Args:
         data: uint8 ``[bytes]``, on any device; not kept.
-        digests: of every record, if and only if the message was written with ``implied_digest``.
+        digests: for every record one that all its parts share, or a pair of them for x and d; given if and only if the
+            message was written with ``implied_digest``.
+        template: the one that the message was written with.
         device: where the payloads' tensors shall be.
 
     Raises:
-        WireError: the bytes are not exactly one such frame, or the digests do not fit it.
+        WireError: the bytes are not exactly one such frame, or digests or template do not fit it.
     """
     host = _on_host(data)
-    kind, records = _read(host, digests)
+    kind, records = read_frame(host, digests, template or _STANDS_ALONE)
     if kind is Kind.PAYLOAD:
         raise WireError("frame is a single payload, not a message: use unpack")
     return [record.build(host, torch.device(device)) for record in records]
 
 
-def checksum(frame: memoryview) -> int:
-    """CRC-32 (as in zlib) of a frame without the checksum itself."""
-    return zlib.crc32(frame[_HEADER.size :], zlib.crc32(frame[:_CHECKSUM_AT]))
+def checksum(frame: memoryview, template: Template = _STANDS_ALONE) -> int:
+    """CRC-32 (as in zlib) of a frame without the checksum itself, begun with the checksum of its template."""
+    return zlib.crc32(frame[_HEADER.size :], zlib.crc32(frame[:_CHECKSUM_AT], template.checksum))
 
 
-def _write(kind: Kind, records: Sequence[Record], coder: CoderName) -> tuple[Tensor, list[int]]:
-    names: dict[str, int] = {}
-    layouts: dict[Layout, int] = {}
-    written: Pieces = []
+def _write(kind: Kind, records: Sequence[Record], coder: CoderName, template: Template) -> tuple[Tensor, list[int]]:
+    names = {name: at for at, name in enumerate(template.names)}
+    layouts = {layout: at for at, layout in enumerate(template.layouts)}
+    new_layouts: Pieces = []
     bodies: list[Pieces] = []
-    for record in records:
-        layout = layout_of(record)
+    for index, record in enumerate(records):
+        layout, sizes = form = form_of(record)
         if layout not in layouts:
             layouts[layout] = len(layouts)
-            written.append(write_layout(layout, names))
-        bodies.append([varint(layouts[layout]), *write_record(record, layout, coder, kind is Kind.IMPLIED)])
-    head: Pieces = [_HEADER.pack(MAGIC, VERSION, kind, 0)]
-    head += [varint(len(names)), *map(text, names), varint(len(layouts)), *written, varint(len(bodies))]
-    frame = bytearray().join(head + [piece for body in bodies for piece in body])
-    struct.pack_into("<I", frame, _CHECKSUM_AT, checksum(memoryview(frame)))
+            new_layouts.append(write_layout(layout, names))
+        known = form == template.form(index)
+        said = varint(0) if known else varint(1 + layouts[layout]) + write_sizes(sizes, layout)
+        bodies.append([said, *write_record(record, coder, kind is Kind.IMPLIED)])
+    new_names = list(names)[len(template.names) :]
+    frame = bytearray().join([
+        _HEADER.pack(MAGIC, VERSION, kind, 0),
+        *(varint(len(new_names)), *map(text, new_names)),
+        *(varint(len(new_layouts)), *new_layouts),
+        *(varint(len(bodies)), *(piece for body in bodies for piece in body)),
+    ])
+    struct.pack_into("<I", frame, _CHECKSUM_AT, checksum(memoryview(frame), template))
     return torch.frombuffer(frame, dtype=torch.uint8), [sum(map(len, body)) for body in bodies]
 
 
@@ -147,10 +169,12 @@ def _on_host(data: Tensor) -> Tensor:
     return data.cpu().contiguous()
 
 
-def _read(data: Tensor, digests: Sequence[int] | None) -> tuple[Kind, list[RecordFields]]:
+def read_frame(
+    data: Tensor, digests: Sequence[int | Sequence[int]] | None, template: Template
+) -> tuple[Kind, list[RecordFields]]:
     """Check the whole structure of a frame and say where its contents lie; WireError if it is malformed."""  # noqa: DOC501
     frame = data.numpy().data
-    kind = _read_header(frame)
+    kind = _read_header(frame, template)
     if (kind is Kind.IMPLIED) != (digests is not None):
         raise WireError(
             "message leaves out its digests: pass digests=, one for each record"
@@ -158,30 +182,50 @@ def _read(data: Tensor, digests: Sequence[int] | None) -> tuple[Kind, list[Recor
             else f"frame ({kind.name.lower()}) carries its own digests: none may be passed"
         )
     reader = Reader(frame, _HEADER.size)
-    names = [reader.text("name") for _ in range(reader.varint("number of names"))]
-    name_use = References(len(names), "name")
-    layouts = [read_layout(reader, names, name_use) for _ in range(reader.varint("number of layouts"))]
-    name_use.finish()
-    for what, table in (("names", names), ("layouts", layouts)):
-        if len(set(table)) < len(table):
-            raise WireError(f"table of {len(table)} {what} holds one of them twice")
+    layouts = _read_layouts(reader, template)
     count = reader.varint("number of records")
     if digests is not None and len(digests) != count:
-        raise WireError(f"message has {count} records, {len(digests)} digests were passed")
+        raise WireError(f"message has {count} records, digests for {len(digests)} were passed")
     if kind is Kind.PAYLOAD and count != 1:
         raise WireError(f"frame of one payload says that it holds {count}")
-    layout_use = References(len(layouts), "layout")
+    use = References(len(layouts), "layout", known=len(template.layouts))
     records = []
     for index in range(count):
-        layout = layouts[layout_use.read(reader)]
-        records.append(read_record(reader, layout, None if digests is None else digests[index]))
-    layout_use.finish()
+        layout, sizes = _read_form(reader, layouts, use, template.form(index))
+        records.append(read_record(reader, layout, sizes, None if digests is None else digests[index]))
+    use.finish()
     if reader.at != len(frame):
         raise WireError(f"frame ends at byte {reader.at}, {len(frame) - reader.at} more follow")
     return kind, records
 
 
-def _read_header(frame: memoryview) -> Kind:
+def _read_layouts(reader: Reader, template: Template) -> list[Layout]:
+    """The template's layouts and those that the frame adds; WireError if it adds one, or a name, known or unused."""  # noqa: DOC501
+    names = [*template.names, *(reader.text("name") for _ in range(reader.varint("number of names")))]
+    use = References(len(names), "name", known=len(template.names))
+    layouts = list(template.layouts)
+    layouts += [read_layout(reader, names, use) for _ in range(reader.varint("number of layouts"))]
+    use.finish()
+    if len(set(names)) < len(names) or len(set(layouts)) < len(layouts):
+        raise WireError(f"tables of {len(names)} names and {len(layouts)} layouts hold one of them twice")
+    return layouts
+
+
+def _read_form(reader: Reader, layouts: Sequence[Layout], use: References, expected: Form | None) -> Form:
+    """Layout and sizes of a record; WireError if they are those expected, but written out, or the other way round."""  # noqa: DOC501
+    code = reader.varint("form of a record")
+    if code == 0:
+        if expected is None:
+            raise WireError(f"record before byte {reader.at} has the form that the template says, which says none")
+        return expected
+    layout = layouts[use.check(code - 1, reader)]
+    form = layout, read_sizes(reader, layout)
+    if form == expected:
+        raise WireError(f"record before byte {reader.at} writes out the form that the template says")
+    return form
+
+
+def _read_header(frame: memoryview, template: Template) -> Kind:
     """The kind of a frame; WireError on anything but a frame of this version, whole and undamaged."""  # noqa: DOC501
     if len(frame) < _HEADER.size:
         raise WireError(f"{len(frame)} bytes are no frame: its header alone has {_HEADER.size}")
@@ -192,6 +236,9 @@ def _read_header(frame: memoryview) -> Kind:
         raise WireError(f"frame of version {version}, this is version {VERSION}: use the same isgq on every rank")
     if kind not in list(Kind):
         raise WireError(f"frame of kind {kind}; known: {', '.join(f'{k.value} {k.name.lower()}' for k in Kind)}")
-    if (actual := checksum(frame)) != crc:
-        raise WireError(f"checksum is {actual:#010x}, the frame says {crc:#010x}: bytes were damaged or cut off")
+    if (actual := checksum(frame, template)) != crc:
+        raise WireError(
+            f"checksum is {actual:#010x}, the frame says {crc:#010x}: bytes were damaged or cut off, "
+            "or the frame was written with another template"
+        )
     return Kind(kind)

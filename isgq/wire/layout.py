@@ -2,7 +2,8 @@
 
 Bytes of a layout, where *name* is a reference into the frame's table of names::
 
-    layout := head (bit 0: a pair; bits 1-2: digests; others 0)  name of the codec  part [part]
+    layout := head  name of the codec  part [part]
+    head   := bit 0: a pair; bits 1-2 and 3-4: the digest of each part: 0 none, 1 the record's first, 2 its second
     part   := [name of its codec, in a pair]  dtype  ndim  varint #tensors  tensor*  varint #streams  stream*
     tensor := name  dtype  ndim
     stream := name  varint 2 (alphabet - 1) + dense
@@ -10,7 +11,6 @@ Bytes of a layout, where *name* is a reference into the frame's table of names::
 A *dense* stream has a symbol for each element of the tensor, so that its length need not be written.
 """
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,16 +37,11 @@ DTYPES = (
 )
 """The dtypes that can be sent; a dtype's position is its code."""
 
+_DIGESTS = {False: ((0,), (1,)), True: ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2))}
+"""Which digests the parts of a single payload, or of a pair, may have."""
+
 NDIM_MAX = 64
 NUMEL_MAX = 1 << 62
-
-
-class Digests(enum.IntEnum):
-    """Which digests a record carries."""
-
-    NONE = 0  # all are 0
-    ONE = 1  # one for the record; in a pair it is that of either part
-    TWO = 2  # a pair's parts differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +75,18 @@ class PartLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A record without sizes, digests and contents; a single payload has one part, with the codec of the record."""
+    """A record without sizes, digests and contents.
+
+    Attributes:
+        codec: of the record.
+        pair: whether it has two parts; a single payload has one, with the codec of the record.
+        digests: for each part, which of the record's digests it has, counted from 1; 0 is none.
+        parts: one or two.
+    """
 
     codec: str
     pair: bool
-    digests: Digests
+    digests: tuple[int, ...]
     parts: tuple[PartLayout, ...]
 
 
@@ -100,17 +102,26 @@ def layout_of(record: Record) -> Layout:
         CodecError: a dtype, shape or digest that cannot be sent.
     """
     parts = parts_of(record)
-    digests = [part.digest for part in parts]
-    for digest in digests:
-        if not 0 <= digest < 1 << 64:
-            raise CodecError(f"digest {digest} of a {record.codec!r} payload must be in 0 .. 2**64 - 1")
-    one = Digests.ONE if digests[0] else Digests.NONE
+    different = digests_of(record)
     return Layout(
         codec=record.codec,
         pair=isinstance(record, PairPayload),
-        digests=one if len(set(digests)) == 1 else Digests.TWO,
+        digests=tuple(different.index(part.digest) + 1 if part.digest else 0 for part in parts),
         parts=tuple(_part_of(part) for part in parts),
     )
+
+
+def digests_of(record: Record) -> list[int]:
+    """The different digests of a record that are not 0, in the order of its parts.
+
+    Raises:
+        CodecError: one has more than 64 bits.
+    """
+    digests = [part.digest for part in parts_of(record) if part.digest]
+    for digest in digests:
+        if not 0 <= digest < 1 << 64:
+            raise CodecError(f"digest {digest} of a {record.codec!r} payload must be in 0 .. 2**64 - 1")
+    return list(dict.fromkeys(digests))
 
 
 def _part_of(payload: Payload) -> PartLayout:
@@ -148,7 +159,8 @@ def write_layout(layout: Layout, names: dict[str, int]) -> bytes:
     def name(value: str) -> bytes:
         return varint(names.setdefault(value, len(names)))
 
-    out = [bytes([layout.pair | layout.digests << 1]), name(layout.codec)]
+    head = layout.pair | sum(digest << 2 * at + 1 for at, digest in enumerate(layout.digests))
+    out = [bytes([head]), name(layout.codec)]
     for part in layout.parts:
         if layout.pair:
             out.append(name(part.codec))
@@ -171,10 +183,12 @@ def read_layout(reader: Reader, names: Sequence[str], references: References) ->
         WireError: malformed.
     """
     head = reader.byte("head of a layout")
-    pair, digests = bool(head & 1), head >> 1
-    if digests > (Digests.TWO if pair else Digests.ONE):
+    pair = bool(head & 1)
+    digests = (head >> 1 & 3, head >> 3) if pair else (head >> 1,)
+    if digests not in _DIGESTS[pair]:
+        allowed = " ".join(map(str, _DIGESTS[pair]))
         raise WireError(
-            f"head of a layout at byte {reader.at - 1} is {head:#04x}: unknown flags, or two digests of one"
+            f"head of a layout at byte {reader.at - 1} gives its parts digests {digests}, allowed: {allowed}"
         )
     codec = names[references.read(reader)]
     parts = []
@@ -190,7 +204,7 @@ def read_layout(reader: Reader, names: Sequence[str], references: References) ->
             if len(set(used)) < len(used):
                 raise WireError(f"two {kind} of a {part_codec!r} payload have the same name: {', '.join(used)}")
         parts.append(PartLayout(part_codec, dtype, ndim, tensors, streams))
-    return Layout(codec, pair, Digests(digests), tuple(parts))
+    return Layout(codec, pair, digests, tuple(parts))
 
 
 def _read_type(reader: Reader, what: str) -> tuple[torch.dtype, int]:

@@ -98,20 +98,24 @@ class References:
     Args:
         size: number of entries.
         what: what the entries are.
+        known: how many of them, at the beginning, need not be used.
     """
 
-    def __init__(self, size: int, what: str) -> None:
+    def __init__(self, size: int, what: str, known: int = 0) -> None:
         self.size = size
         self.what = what
-        self.used = 0
+        self.used = known
 
     def read(self, reader: Reader) -> int:
-        """Read one reference.
+        """Read one reference; WireError as for :meth:`check`."""
+        return self.check(reader.varint(f"reference to a {self.what}"), reader)
+
+    def check(self, index: int, reader: Reader) -> int:
+        """Use an entry that the reader has just come upon.
 
         Raises:
             WireError: beyond the table, or past an entry not yet used.
         """
-        index = reader.varint(f"reference to a {self.what}")
         if index >= self.size or index > self.used:
             raise WireError(
                 f"reference to {self.what} {index} at byte {reader.at - 1}: the table has {self.size}, "

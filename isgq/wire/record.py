@@ -1,11 +1,11 @@
-"""One record: what its layout does not say, namely digests, sizes and contents.
+"""One record: what its layout does not say, namely sizes, digests and contents.
 
 ::
 
-    record := digests (8 bytes each, little-endian)  part [part]
-    part   := dims  tensor*  stream*
-    tensor := dims  values (raw, little-endian)
-    stream := [varint count, unless dense]  varint 8 length + coder  body  zeros
+    sizes    := for each part:  dims  dims of each tensor  varint count of each stream that is not dense
+    digests  := 8 bytes each, little-endian
+    contents := for each part:  values of each tensor (raw, little-endian)  stream*
+    stream   := varint 8 length + coder  body  zeros
 
 Dims are varints, as many as the layout says. The length of a packed stream follows from count and alphabet and stands
 as 0. Zeros fill a body up to :func:`isgq.wire.entropy.minimum_size`. Tensors come before the streams, so that a
@@ -24,42 +24,100 @@ from isgq.core.errors import CodecError, WireError
 from isgq.core.payload import PairPayload, Payload, Symbols
 from isgq.wire.bits import packed_size
 from isgq.wire.entropy import Coder, CoderName, decode_stream, encode_stream, minimum_size
-from isgq.wire.layout import Digests, Layout, PartLayout, Record, TensorLayout, parts_of, shape_problem
+from isgq.wire.layout import Layout, PartLayout, Record, TensorLayout, digests_of, parts_of, shape_problem
 from isgq.wire.reader import Reader, varint
 
 Pieces = list[bytes | memoryview]
 _CODER_BITS = 3
 
 
-def write_record(record: Record, layout: Layout, coder: CoderName, implied_digest: bool) -> Pieces:
-    """Write a record.
+@dataclass(frozen=True, slots=True)
+class PartSizes:
+    """The sizes of a payload; counts of all streams, dense ones too."""
+
+    shape: tuple[int, ...]
+    tensors: tuple[tuple[int, ...], ...]
+    counts: tuple[int, ...]
+
+
+Sizes = tuple[PartSizes, ...]
+
+
+def sizes_of(record: Record) -> Sizes:
+    """The sizes of a record that is to be sent."""
+    return tuple(
+        PartSizes(
+            shape=tuple(part.shape),
+            tensors=tuple(tuple(tensor.shape) for tensor in part.tensors.values()),
+            counts=tuple(symbols.values.numel() for symbols in part.symbols.values()),
+        )
+        for part in parts_of(record)
+    )
+
+
+def write_sizes(sizes: Sizes, layout: Layout) -> bytes:
+    """Write the sizes of a record."""
+    out = []
+    for part, part_layout in zip(sizes, layout.parts, strict=True):
+        out += [*part.shape, *(size for shape in part.tensors for size in shape)]
+        out += [c for c, stream in zip(part.counts, part_layout.streams, strict=True) if not stream.dense]
+    return b"".join(map(varint, out))
+
+
+def read_sizes(reader: Reader, layout: Layout) -> Sizes:
+    """Read the sizes of a record.
+
+    Raises:
+        WireError: a shape too large, or a dense stream that is not called so.
+    """
+    return tuple(_read_part_sizes(reader, part) for part in layout.parts)
+
+
+def _read_part_sizes(reader: Reader, layout: PartLayout) -> PartSizes:
+    shape = _read_shape(reader, layout.ndim, "tensor")
+    numel = math.prod(shape)
+    tensors = tuple(_read_shape(reader, tensor.ndim, f"tensor {tensor.name!r}") for tensor in layout.tensors)
+    counts = []
+    for stream in layout.streams:
+        count = numel if stream.dense else reader.varint(f"length of stream {stream.name!r}")
+        if count == numel and not stream.dense:
+            raise WireError(
+                f"stream {stream.name!r} before byte {reader.at} has {count} symbols, one for each element, "
+                "but its layout does not call it dense"
+            )
+        counts.append(count)
+    return PartSizes(shape, tensors, tuple(counts))
+
+
+def _read_shape(reader: Reader, ndim: int, what: str) -> tuple[int, ...]:
+    shape = tuple(reader.varint(f"size of a {what}") for _ in range(ndim))
+    if problem := shape_problem(shape):
+        raise WireError(f"{what} before byte {reader.at}: {problem}")
+    return shape
+
+
+def write_record(record: Record, coder: CoderName, implied_digest: bool) -> Pieces:
+    """Write digests and contents of a record.
 
     Args:
         record: what to write.
-        layout: its layout.
         coder: for its streams.
-        implied_digest: leave out a digest that the record has only one of.
+        implied_digest: leave the digests out.
 
     Raises:
         CodecError: symbols outside their alphabet.
         OptionError: unknown coder.
     """
-    parts = parts_of(record)
-    written = 0 if implied_digest and layout.digests is Digests.ONE else int(layout.digests)
-    out: Pieces = [part.digest.to_bytes(8, "little") for part in parts[:written]]
-    for part, part_layout in zip(parts, layout.parts, strict=True):
-        out += [varint(size) for size in part.shape]
-        for tensor in part.tensors.values():
-            out += [*(varint(size) for size in tensor.shape), _raw(tensor)]
-        for (name, symbols), stream in zip(part.symbols.items(), part_layout.streams, strict=True):
+    digests = [] if implied_digest else digests_of(record)
+    out: Pieces = [digest.to_bytes(8, "little") for digest in digests]
+    for part in parts_of(record):
+        out += map(_raw, part.tensors.values())
+        for name, symbols in part.symbols.items():
             _check_symbols(symbols, f"stream {name!r} of a {part.codec!r} payload")
             used, body = encode_stream(symbols, coder)
-            count = symbols.values.numel()
-            if not stream.dense:
-                out.append(varint(count))
             length = 0 if used is Coder.PACKED else len(body)
-            out += [varint(length << _CODER_BITS | used), body]
-            out.append(bytes(max(0, minimum_size(count, symbols.alphabet) - len(body))))
+            missing = minimum_size(symbols.values.numel(), symbols.alphabet) - len(body)
+            out += [varint(length << _CODER_BITS | used), body, bytes(max(0, missing))]
     return out
 
 
@@ -160,59 +218,54 @@ class RecordFields:
         return PairPayload(self.layout.codec, *parts) if self.layout.pair else parts[0]
 
 
-def read_record(reader: Reader, layout: Layout, implied_digest: int | None) -> RecordFields:
+def read_record(reader: Reader, layout: Layout, sizes: Sizes, implied: "int | Sequence[int] | None") -> RecordFields:
     """Read the structure of a record, comparing every length with the bytes there are, but no contents.
 
     Args:
-        reader: stands after the reference to the layout.
+        reader: stands after the sizes.
         layout: the layout of the record.
-        implied_digest: the digest if the frame leaves it out, otherwise None.
+        sizes: its sizes.
+        implied: if the frame leaves digests out, the digest of all its parts, or one for each part.
 
     Raises:
         WireError: malformed.
     """
-    digests = _read_digests(reader, layout, implied_digest)
-    parts = (_read_part(reader, part, digest) for part, digest in zip(layout.parts, digests, strict=True))
+    digests = _read_digests(reader, layout) if implied is None else _use_digests(layout, implied)
+    parts = (_read_part(reader, *part) for part in zip(layout.parts, sizes, digests, strict=True))
     return RecordFields(layout, tuple(parts))
 
 
-def _read_digests(reader: Reader, layout: Layout, implied: int | None) -> Sequence[int]:
+def _read_digests(reader: Reader, layout: Layout) -> list[int]:
     """One digest for each part; WireError where the layout would have been another."""  # noqa: DOC501
-    if layout.digests is Digests.ONE and implied is not None:
-        return [implied] * len(layout.parts)
-    fields = [reader.skip(8, "digest") for _ in range(layout.digests)]
-    digests = [int.from_bytes(reader.data[field], "little") for field in fields]
-    if digests == [0] or (len(digests) == 2 and digests[0] == digests[1]):
-        raise WireError(f"digests {digests} before byte {reader.at}: a layout with fewer digests says the same")
-    return digests if layout.digests is Digests.TWO else (digests or [0]) * len(layout.parts)
+    fields = [reader.skip(8, "digest") for _ in range(max(layout.digests))]
+    digests = [0, *(int.from_bytes(reader.data[field], "little") for field in fields)]
+    if len(set(digests)) < len(digests):
+        raise WireError(f"digests {digests[1:]} before byte {reader.at} are zero or equal: the layout could say so")
+    return [digests[which] for which in layout.digests]
 
 
-def _read_part(reader: Reader, layout: PartLayout, digest: int) -> PartFields:
-    shape = _read_shape(reader, layout.ndim, "tensor")
-    tensors = tuple(_read_raw(reader, tensor) for tensor in layout.tensors)
-    streams = tuple(
-        _read_stream(reader, stream.name, stream.alphabet, stream.dense, math.prod(shape)) for stream in layout.streams
+def _use_digests(layout: Layout, implied: "int | Sequence[int]") -> list[int]:
+    """The receiver's digests for each part that has one; WireError if there is another number of parts."""  # noqa: DOC501
+    given = [implied] * len(layout.parts) if isinstance(implied, int) else list(implied)
+    if len(given) != len(layout.parts):
+        raise WireError(f"record of codec {layout.codec!r} has {len(layout.parts)} parts, {len(given)} digests passed")
+    return [digest if which else 0 for digest, which in zip(given, layout.digests, strict=True)]
+
+
+def _read_part(reader: Reader, layout: PartLayout, sizes: PartSizes, digest: int) -> PartFields:
+    tensors = []
+    for tensor, shape in zip(layout.tensors, sizes.tensors, strict=True):
+        body = reader.skip(math.prod(shape) * tensor.dtype.itemsize, f"tensor {tensor.name!r}")
+        tensors.append(RawField(tensor, shape, body))
+    streams = (
+        _read_stream(reader, stream.name, stream.alphabet, count)
+        for stream, count in zip(layout.streams, sizes.counts, strict=True)
     )
-    return PartFields(layout, shape, digest, tensors, streams)
+    return PartFields(layout, sizes.shape, digest, tuple(tensors), tuple(streams))
 
 
-def _read_shape(reader: Reader, ndim: int, what: str) -> tuple[int, ...]:
-    shape = tuple(reader.varint(f"size of a {what}") for _ in range(ndim))
-    if problem := shape_problem(shape):
-        raise WireError(f"{what} before byte {reader.at}: {problem}")
-    return shape
-
-
-def _read_raw(reader: Reader, layout: TensorLayout) -> RawField:
-    shape = _read_shape(reader, layout.ndim, f"tensor {layout.name!r}")
-    return RawField(layout, shape, reader.skip(math.prod(shape) * layout.dtype.itemsize, f"tensor {layout.name!r}"))
-
-
-def _read_stream(reader: Reader, name: str, alphabet: int, dense: bool, numel: int) -> StreamField:
+def _read_stream(reader: Reader, name: str, alphabet: int, count: int) -> StreamField:
     what = f"stream {name!r}"
-    count = numel if dense else reader.varint(f"length of {what}")
-    if count == numel and not dense:
-        raise WireError(f"{what} before byte {reader.at} has {count} symbols, one an element, but is not called dense")
     length, code = divmod(reader.varint(f"coder of {what}"), 1 << _CODER_BITS)
     if code not in list(Coder):
         known = ", ".join(f"{c.value} {c.name.lower()}" for c in Coder)

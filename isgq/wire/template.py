@@ -1,0 +1,68 @@
+"""What sender and receiver both know of a message beforehand, and need not say again.
+
+The messages of one training step look like those of the step before: the same codecs, names, alphabets and shapes, only
+the contents differ. Of a message of a few hundred bytes, all that would be a sixth. A :class:`Template` is made from
+records that both sides hold, for instance those that some rank sent to all in an earlier step. The checksum of a frame
+begins with that of the template, so that reading with another one is an error and never a wrong result.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from isgq.wire.layout import Layout, Record, layout_of, write_layout
+from isgq.wire.reader import text, varint
+from isgq.wire.record import Sizes, sizes_of, write_sizes
+
+Form = tuple[Layout, Sizes]
+"""All of a record but its digests and contents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Names, layouts and forms known to both sides; the empty template, for a message that stands alone.
+
+    Attributes:
+        names: first entries of the table of names.
+        layouts: first entries of the table of layouts.
+        forms: what the records of a message are expected to be, in their order.
+        checksum: CRC-32 of the bytes that would say all this; 0 for the empty template.
+    """
+
+    names: tuple[str, ...] = ()
+    layouts: tuple[Layout, ...] = ()
+    forms: tuple[Form, ...] = ()
+    checksum: int = 0
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> Self:
+        """The template of messages whose records are like these; contents and digests are not kept.
+
+        Raises:
+            CodecError: a record that could not be sent.
+        """
+        names: dict[str, int] = {}
+        layouts: dict[Layout, int] = {}
+        said = []
+        forms = [form_of(record) for record in records]
+        for layout, sizes in forms:
+            if layout not in layouts:
+                layouts[layout] = len(layouts)
+                said.append(write_layout(layout, names))
+            said.append(varint(layouts[layout]) + write_sizes(sizes, layout))
+        checksum = zlib.crc32(b"".join([*map(text, names), *said]))
+        return cls(tuple(names), tuple(layouts), tuple(forms), checksum)
+
+    def form(self, index: int) -> Form | None:
+        """What the record of this number is expected to be, if anything."""
+        return self.forms[index] if index < len(self.forms) else None
+
+
+def form_of(record: Record) -> Form:
+    """The form of a record.
+
+    Raises:
+        CodecError: it could not be sent.
+    """
+    return layout_of(record), sizes_of(record)
