@@ -17,9 +17,9 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from isgq.agreement import check_headers, check_introductions, introduce, plan_digest
+from isgq.backward import BackwardWatch
 from isgq.codecs.feedback import Remembering, memory_of
 from isgq.codecs.roles import choose_codecs
 from isgq.core.errors import CodecError, InstrumentError, MismatchError, NonFiniteError, OptionError
@@ -137,23 +137,16 @@ class Session:
         self._units, self._reasons = ([], {}) if routes == "dense" else find_units(model, skip)
         self._windows = {name: Window(name, p) for name, p in self._parameters.items()}
         self._agree(model)
-        self._backward_queued = False
         self._local_only = False
-        self._capture = Capture(self._units, self._caught, self._forward_begins)
-        self._handles = [h for w in self._windows.values() for h in w.watch(self._backward_begins)]
-        self._handles.append(model.register_forward_hook(self._watch_output, with_kwargs=False))
+        self._backward = BackwardWatch(model, self._windows.values(), self._backward_ended)
+        self._capture = Capture(self._units, self._caught, self._backward.forward_begins)
         _INSTRUMENTED.add(model)
 
     # ---- agreement before the first step
 
     def _agree(self, model: nn.Module) -> None:
-        settings = {
-            "codec": self._spec,
-            "seed": str(self._seed),
-            "routes": self._policy,
-            "sync": self._sync,
-            "scope": self._scope,
-        }
+        settings = {"codec": self._spec, "routes": self._policy, "scope": self._scope}
+        settings |= {"seed": str(self._seed), "sync": self._sync}
         settings["factored"] = ",".join(unit.name for unit in self._units)
         check_introductions(self._exchange.all_gather(introduce(self._parameters, settings)).wait())
         with torch.no_grad():
@@ -162,39 +155,14 @@ class Session:
         self.traffic.setup = self.traffic.sent = self._exchange.sent - self._start_bytes[0]
         self._start_bytes = (self._start_bytes[0], self._exchange.received)
 
-    # ---- hooks: when a backward pass begins and ends
-
-    def _forward_begins(self) -> None:
-        if self._backward_queued and torch._C._current_graph_task_id() == -1:
-            # A backward pass was announced and never ended: it raised. Forget what it half did.
-            self._backward_queued = False
-            for window in self._windows.values():
-                window.abort_backward()
-
-    def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        # The output's gradient comes before everything inside the model. Announcing the backward pass there puts its
-        # end where the *outer* pass ends, also if checkpointing runs inner passes.
-        if torch.is_grad_enabled():
-            self._forward_begins()
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda _: self._backward_begins())  # type: ignore[no-untyped-call]
-
-    def _backward_begins(self) -> None:
-        if not self._backward_queued and self._handles:
-            self._backward_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+    # ---- backward passes
 
     def _caught(self, unit: Unit, factors: Factors) -> None:
-        self._backward_begins()
+        self._backward.begins()
         self._windows[unit.name].pending.append(factors)
 
-    def _backward_ends(self) -> None:
-        self._backward_queued = False
-        arrived = any(window._arrived for window in self._windows.values())
-        for window in self._windows.values():
-            window.end_backward()
-        if arrived and self._sync == "backward" and not self._local_only:
+    def _backward_ended(self) -> None:
+        if self._sync == "backward" and not self._local_only:
             self.synchronize()
 
     @contextmanager
@@ -219,7 +187,7 @@ class Session:
             MismatchError: the ranks are at different steps or follow different plans.
             ExchangeError: some rank is missing.
         """
-        if not self._handles:
+        if self._backward.closed:
             raise InstrumentError("the session is closed")
         for window in self._windows.values():
             window.check_edits()
@@ -321,9 +289,7 @@ class Session:
             if decoded[carrier.name]:
                 carrier.close(decoded[carrier.name], self._exchange.world_size)
 
-    def _account(
-        self, records: Sequence[tuple[Carrier, Record]], sizes: Sequence[int], dense: Sequence[Window]
-    ) -> None:
+    def _account(self, records: Sequence[tuple[Carrier, Any]], sizes: Sequence[int], dense: Sequence[Window]) -> None:
         traffic, before = self.traffic, self.traffic.sent
         traffic.sent = self._exchange.sent - self._start_bytes[0]
         traffic.received = self._exchange.received - self._start_bytes[1]
@@ -435,12 +401,7 @@ class Session:
     def close(self) -> None:
         """Remove every hook; the model is as it was, ``p.grad`` stays. May be called twice."""
         self._capture.close()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for window in self._windows.values():
-            window.reset()
-            window.pending.clear()
+        self._backward.close()
         model = self._model()
         if model is not None:
             _INSTRUMENTED.discard(model)

@@ -75,12 +75,16 @@ class Window:
             self.before, self.edited = None, True
             self.pairs.clear()
 
-    def end_backward(self) -> None:
-        """Keep the pairs of a completed backward pass if its gradient arrived; drop those of ``autograd.grad``."""
-        if self._arrived:
+    def end_backward(self) -> bool:
+        """Keep the pairs of a completed backward pass if its gradient arrived (returned); else, drop them.
+
+        ``autograd.grad`` makes pairs but adds no gradient.
+        """
+        arrived, self._arrived = self._arrived, False
+        if arrived:
             self.pairs += self.pending
         self.pending.clear()
-        self._arrived = False
+        return arrived
 
     def abort_backward(self) -> None:
         """A backward pass broke off: what it added to ``p.grad`` has no complete pairs."""
