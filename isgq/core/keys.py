@@ -20,7 +20,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isgq.core.errors import OptionError
@@ -28,7 +30,7 @@ from isgq.core.errors import OptionError
 # (shift, multiplier) of a well-mixing 32-bit permutation.
 _ROUNDS = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
 _LAST_SHIFT = 14
-_CHUNK = 1 << 16  # elements a block on the CPU: all scratch of a block stays within the cache
+_CHUNK = 1 << 17  # elements a block on the CPU: all scratch of a block stays within the cache
 
 
 def _signed(word: int) -> int:
@@ -78,12 +80,27 @@ def _fill(out: Tensor, ramp: Tensor, digest: int, role: str, start: int) -> None
     """Write elements ``start ..`` of a stream into int32 ``out``; no block boundary lies within."""
     block, low = divmod(start, 1 << 31)
     k0, *later = _words(digest, role, block)
-    torch.add(ramp[: out.numel()], _signed((low + k0) % (1 << 32)), out=out)
+    first = (low + k0) % (1 << 32)
+    if out.device.type == "cpu":
+        _fill_numpy(out.numpy().view(np.uint32), ramp[: out.numel()].numpy().view(np.uint32), first, later)
+        return
+    torch.add(ramp[: out.numel()], _signed(first), out=out)
     scratch = torch.empty_like(out)
     for (shift, multiplier), word in zip(_ROUNDS, later, strict=True):
         _xor_shift(out, shift, scratch)
         out.mul_(_signed(multiplier)).add_(word)
     _xor_shift(out, _LAST_SHIFT, scratch)
+
+
+def _fill_numpy(x: NDArray[np.uint32], ramp: NDArray[np.uint32], first: int, later: Sequence[int]) -> None:
+    """The same integers on the CPU, where numpy's unsigned shifts and small calls are two to three times as fast."""
+    np.add(ramp, np.uint32(first), out=x)
+    scratch = np.empty_like(x)
+    for (shift, multiplier), word in zip(_ROUNDS, later, strict=True):
+        np.bitwise_xor(x, np.right_shift(x, np.uint32(shift), out=scratch), out=x)
+        np.multiply(x, np.uint32(multiplier), out=x)
+        np.add(x, np.uint32(word % (1 << 32)), out=x)
+    np.bitwise_xor(x, np.right_shift(x, np.uint32(_LAST_SHIFT), out=scratch), out=x)
 
 
 def _pieces(n: int, start: int, device: torch.device) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ from isgq.wire import pack, unpack
 
 KEY = Key("layer.weight", seed=1, step=2)
 SAMPLERS = ("systematic", "pivotal", "conditional_poisson")
-DIVERGENCES = ("squared", "kl", "chi_squared")
+DIVERGENCES = ("squared", "chi_squared")
 SPECS = [f"eus:m=0.1,divergence={d},sampler={s}" for d in DIVERGENCES for s in SAMPLERS]
 
 
@@ -37,7 +37,7 @@ def decoded(built: EUS, x: Tensor, key: Key = KEY) -> Tensor:
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_mean_and_variance_are_those_of_the_plan(divergence: str, sampler: str) -> None:
     built, x = EUS(m=6, divergence=divergence, sampler=sampler), skewed(20)  # type: ignore[arg-type]
-    draws = 1000
+    draws = 400
     plan = built.plan(x.abs())
     assert plan.heavy.numel() > 0
     q = torch.stack([decoded(built, x, Key("w", step=step)) for step in range(draws)]).double()
@@ -49,11 +49,17 @@ def test_mean_and_variance_are_those_of_the_plan(divergence: str, sampler: str) 
     assert abs(float(error.mean() - plan.variance(x.abs()))) <= 4.5 * float(error.std()) / math.sqrt(draws)
 
 
+def test_squared_and_kl_have_the_same_law() -> None:
+    x = skewed(500)
+    squared, kl = (EUS(m=20, divergence=d).encode(x, KEY) for d in ("squared", "kl"))
+    assert torch.equal(pack(squared), pack(kl))
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS[:2])
 def test_error_at_1000_entries_is_within_one_percent_of_the_closed_form(sampler: str) -> None:
     for x in (normal(1000), skewed(1000)):
         built = EUS(m=50, sampler=sampler)  # type: ignore[arg-type]
-        error = [float((decoded(built, x, Key("w", step=s)) - x).square().sum()) for s in range(400)]
+        error = [float((decoded(built, x, Key("w", step=s)) - x).square().sum()) for s in range(200)]
         assert math.fsum(error) / len(error) == pytest.approx(float(built.plan(x.abs()).variance(x)), rel=0.01)
 
 

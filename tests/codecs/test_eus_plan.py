@@ -263,7 +263,10 @@ def test_scores_searches_and_numeric_inverses_agree(name: str, n: int, m: int, s
         assert plan.light == by_score.light
     for level in (1e-3, 0.4, 30.0):
         torch.testing.assert_close(
-            Separable(PSI[name]).psi_inverse(level, p), divergence.psi_inverse(level, p).expand_as(p), rtol=1e-12, atol=0
+            Separable(PSI[name]).psi_inverse(level, p),
+            divergence.psi_inverse(level, p).expand_as(p),
+            rtol=1e-12,
+            atol=0,
         )
 
 

@@ -255,7 +255,7 @@ def test_unbiased_codecs_have_the_mean_and_variance_of_the_law(spec: str) -> Non
     """E ||q - x||**2 = (d / k - 1) ||x||**2 for the scaled ones."""
     built = codec(spec)
     assert built.unbiased
-    x, draws = normal(20, seed=8), 3000
+    x, draws = normal(20, seed=8), 1500
     q = torch.stack([decoded(built, x, Key("w", step=s)) for s in range(draws)])  # type: ignore[arg-type]
     deviation = x.abs() * math.sqrt((20 / 5 - 1) / draws)
     assert bool(((q.mean(0) - x).abs() <= 4.5 * deviation).all())
