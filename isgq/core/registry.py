@@ -155,6 +155,9 @@ def codec(spec: "str | AnyCodec") -> AnyCodec:
 
 def spec_of(codec_object: AnyCodec) -> str:
     """Canonical spec string of a codec: every option, in the order of the fields; what ranks compare."""
+    if codec_object.name == "scheduled":
+        spec: str = codec_object.spec  # type: ignore[union-attr]
+        return spec
     inners, options = [], []
     for f in dataclasses.fields(codec_object):  # type: ignore[arg-type]
         if not f.init:

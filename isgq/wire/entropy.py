@@ -75,7 +75,7 @@ def minimum_size(count: int, alphabet: int) -> int:
     return count * symbol_dtype(alphabet).itemsize // EXPANSION
 
 
-def encode_stream(symbols: Symbols, coder: CoderName = "auto") -> tuple[Coder, bytes]:
+def encode_stream(symbols: Symbols, coder: CoderName = "auto") -> tuple[Coder, bytes | memoryview]:
     """Code a stream.
 
     Args:
@@ -136,7 +136,7 @@ def decode_stream(coder: Coder, body: Tensor, count: int, alphabet: int, device:
     return torch.from_numpy(values).to(symbol_dtype(alphabet)).to(device)
 
 
-def _choose(symbols: Symbols) -> tuple[Coder, bytes]:
+def _choose(symbols: Symbols) -> tuple[Coder, bytes | memoryview]:
     """The smallest coder, unless a faster one is nearly as small.
 
     ANS is estimated from the histogram. Packed symbols stay where it saves less than 3 %; Zstandard serves where it
@@ -156,8 +156,8 @@ def _choose(symbols: Symbols) -> tuple[Coder, bytes]:
     return Coder.PACKED, _packed(symbols)
 
 
-def _packed(symbols: Symbols) -> bytes:
-    return pack_symbols(symbols.values, symbols.alphabet).cpu().numpy().tobytes()
+def _packed(symbols: Symbols) -> memoryview:
+    return pack_symbols(symbols.values, symbols.alphabet).cpu().numpy().data
 
 
 def _zstd(symbols: Symbols) -> bytes:
