@@ -124,7 +124,7 @@ class ErrorFeedback(Remembering):
         value = x.detach().to(torch.float32)
         if not (self.reset and key.step % self.reset == 0):
             value = value + self.decay * self.memory.read(key.name, x)
-        payload = self.codec.encode(value, key)
+        payload = self.codec.encode(value.to(x.dtype), key)
         self.memory.write(key.name, value - self.codec.decode(payload).to(torch.float32))
         return payload
 
@@ -159,7 +159,7 @@ class MomentumCorrection(Remembering):
         check_finite(x, f"the gradient of {key.name!r}")
         u = self.momentum * self.memory.read(f"{key.name}/u", x) + x.detach().to(torch.float32)
         v = self.memory.read(f"{key.name}/v", x) + u
-        payload = self.codec.encode(v, key)
+        payload = self.codec.encode(v.to(x.dtype), key)
         sent = self.codec.decode(payload).to(torch.float32)
         self.memory.write(f"{key.name}/u", u.masked_fill(sent != 0, 0) if self.masking else u)
         self.memory.write(f"{key.name}/v", v - sent)

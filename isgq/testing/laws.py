@@ -88,7 +88,8 @@ def symbols_fit_their_alphabet(s: Subject) -> str | None:
     for name, case in s.cases.items():
         for part in _parts(s.encode(case)):
             for stream, symbols in part.symbols.items():
-                inside = ((symbols.values >= 0) & (symbols.values < symbols.alphabet)).all()
+                values = symbols.values.long()  # uint8 cannot be compared with 256
+                inside = ((values >= 0) & (values < symbols.alphabet)).all()
                 assert inside, f"{name}: symbols {stream!r} leave their alphabet of {symbols.alphabet}"
     return None
 

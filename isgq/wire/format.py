@@ -200,7 +200,7 @@ def read_frame(
 
 
 def _read_layouts(reader: Reader, template: Template) -> list[Layout]:
-    """The template's layouts and those that the frame adds; WireError if it adds one, or a name, known or unused."""  # noqa: DOC501
+    """Layouts of the template, then of the frame; WireError if the frame's tables repeat or do not use an entry."""  # noqa: DOC501
     names = [*template.names, *(reader.text("name") for _ in range(reader.varint("number of names")))]
     use = References(len(names), "name", known=len(template.names))
     layouts = list(template.layouts)

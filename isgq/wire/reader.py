@@ -8,7 +8,6 @@ first use.
 
 from isgq.core.errors import CodecError, WireError
 
-VARINT_MAX = (1 << 63) - 1
 TEXT_MAX = 63
 
 
