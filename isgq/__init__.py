@@ -1,6 +1,7 @@
 """Communication-efficient distributed training: quantize the factors of the gradient, not the gradient."""
 
 from isgq import codecs, ddp, wire
+from isgq.codecs.roles import choose_codecs
 from isgq.core.errors import IsgqError
 from isgq.core.keys import Key
 from isgq.core.payload import Factors
@@ -16,6 +17,7 @@ __all__ = [
     "Key",
     "Session",
     "__version__",
+    "choose_codecs",
     "codec",
     "codecs",
     "ddp",

@@ -19,7 +19,6 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.special import ndtr, ndtri
 from torch import Tensor
 
 from isgq.codecs.flat import flatten, restore
@@ -43,6 +42,8 @@ def _centroids(model: str, edges: NDArray[np.float64]) -> tuple[NDArray[np.float
     The half-normal density is twice the normal one on [0, inf), so only the first edge differs and the factor 2 of
     the masses cancels wherever they are used.
     """
+    from scipy.special import ndtr  # here, because importing it takes longer than the rest of the package
+
     low, high = edges[:-1], edges[1:]
     # The smaller tail, so that nothing cancels.
     mass = np.where(low > 0, ndtr(-low) - ndtr(-high), ndtr(high) - ndtr(low))
@@ -64,6 +65,8 @@ def model_points(model: Literal["normal", "half_normal"], levels: int) -> tuple[
         model: the law.
         levels: number of points, L >= 1.
     """
+    from scipy.special import ndtri
+
     first, share = (-np.inf, 0.0) if model == "normal" else (0.0, 0.5)
     quantiles = share + (1 - share) * (np.arange(levels) + 0.5) / levels
     points = math.sqrt(3.0) * ndtri(quantiles)

@@ -47,3 +47,7 @@ class MismatchError(IsgqError, RuntimeError):
 
 class InstrumentError(IsgqError, RuntimeError):
     """The model cannot be instrumented, or a session is used in a way that it does not support."""
+
+
+class RankError(IsgqError, RuntimeError):
+    """A rank of a launched job raised or died; every other rank has been ended."""

@@ -1,0 +1,1 @@
+"""Tables, plots and reports of finished runs."""

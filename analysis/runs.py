@@ -1,0 +1,127 @@
+"""What training leaves behind: ``summary.json``, ``metrics.jsonl``, a table and a plot.
+
+``summary.json`` is a list of runs, each with the keys of :class:`Summary`; bytes are per worker, mean over steps and
+workers. ``metrics.jsonl`` has one object a line: run, epoch, step, train_loss, test_loss, test_accuracy, sent_bytes,
+received_bytes (of this worker since the start) and seconds.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7")
+"""Okabe and Ito's colours: told apart with every kind of colour vision."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One finished run."""
+
+    model: str
+    data: str
+    codec: str
+    workers: int
+    batch_per_worker: int
+    epochs: int
+    seed: int
+    test_accuracy: float
+    test_loss: float
+    sent_bytes_per_step: float
+    received_bytes_per_step: float
+    dense_bytes_per_step: float
+    compression: float
+    seconds: float
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old or the new content, never half of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def save_summary(folder: Path, summaries: Sequence[Summary]) -> None:
+    """Write ``summary.json``."""
+    write_atomically(folder / "summary.json", json.dumps([asdict(s) for s in summaries], indent=1) + "\n")
+
+
+def load_summary(folder: Path) -> list[Summary]:
+    """Read ``summary.json``.
+
+    Raises:
+        ValueError: the file is missing, half-written or of another form.
+    """
+    path = folder / "summary.json"
+    try:
+        return [Summary(**run) for run in json.loads(path.read_text())]
+    except (OSError, TypeError, ValueError) as error:
+        wanted = ", ".join(f.name for f in fields(Summary))
+        raise ValueError(
+            f"{path} is no summary of runs ({error}); it must be a JSON list of objects with {wanted}"
+        ) from error
+
+
+def append_metrics(folder: Path, entry: dict[str, Any]) -> None:
+    """Add a line to ``metrics.jsonl``."""
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """The runs as aligned text."""
+    rows = [
+        ("codec", "workers", "batch each", "accuracy", "loss", "sent B/step", "received B/step", "compression", "s")
+    ]
+    for s in summaries:
+        rows.append((
+            s.codec,
+            str(s.workers),
+            str(s.batch_per_worker),
+            f"{s.test_accuracy:.4f}",
+            f"{s.test_loss:.4f}",
+            f"{s.sent_bytes_per_step:,.0f}",
+            f"{s.received_bytes_per_step:,.0f}",
+            f"x{s.compression:.1f}",
+            f"{s.seconds:.1f}",
+        ))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def plot(summaries: Sequence[Summary], path: Path) -> None:
+    """Accuracy and sent bytes against the number of workers, one line per codec, as PNG."""
+    import matplotlib  # heavy, and needed here alone
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    codecs = list(dict.fromkeys(s.codec for s in summaries))
+    for codec, color, marker in zip(codecs, COLORS * len(codecs), "osD^vP*X" * len(codecs), strict=False):
+        runs = sorted((s for s in summaries if s.codec == codec), key=lambda s: s.workers)
+        workers = [s.workers for s in runs]
+        style = {"color": color, "marker": marker, "label": codec}
+        left.plot(workers, [100 * s.test_accuracy for s in runs], **style)
+        right.plot(workers, [s.sent_bytes_per_step for s in runs], **style)
+    counts = sorted({s.workers for s in summaries})
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(c) for c in counts])
+        axes.minorticks_off()
+        axes.set_xlabel("workers")
+        axes.grid(alpha=0.3)
+    left.set_ylabel("test accuracy (%)")
+    right.set_yscale("log")
+    right.set_ylabel("bytes sent per worker and step")
+    right.legend()
+    first = summaries[0]
+    figure.suptitle(f"{first.model} on {first.data}, {first.epochs} epochs, fixed total batch")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
