@@ -1,19 +1,21 @@
-"""Train a model over one or several workers, dense or with compressed gradients.
+"""Train a model over one or several workers, with plain or with compressed gradients.
 
     python train.py --workers 1 2 4 --codecs dense isgq --out runs/demo     # starts its own processes
-    torchrun --nproc-per-node 4 train.py --codecs isgq                      # or be one rank of torchrun's
+    torchrun --nproc-per-node 4 train.py --codec isgq                       # or is one worker of torchrun's
 
-Every combination of codec and number of workers is one run; the total batch is the same for all, so more workers have
-smaller shares. Writes summary.json, metrics.jsonl, accuracy_and_bytes.png and a checkpoint per run and epoch.
+Every combination of codec and number of workers is one run. By default the total batch is the same for all, so that
+more workers have smaller shares. Writes summary.json, metrics.jsonl, accuracy_and_bytes.png and a checkpoint per run,
+renewed after every epoch. The same seed gives the same bits, also over an interruption and --resume.
 """
 
-import io
 import itertools
 import math
 import os
+import pickle
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,47 +31,49 @@ from tqdm import tqdm
 import data
 import isgq
 import models
-from analysis.runs import Summary, append_metrics, plot, save_summary, table
-from isgq.core.errors import OptionError, RankError
+from analysis.runs import Summary, append_metrics, plot, save_summary, table, trim_metrics
+from isgq.core.errors import NonFiniteError, OptionError
+from isgq.core.keys import random_int32
 from isgq.launch import launch
 
 
 @dataclass(frozen=True)
 class Config:
-    """Train a model over one or several workers, dense or with compressed gradients."""
+    """Train a model over one or several workers, with plain or with compressed gradients."""
 
     workers: tuple[int, ...] = (4,)
-    """numbers of workers; one run for each"""
+    """numbers of workers, a run for each; under torchrun its number of processes counts instead"""
     codecs: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--codec"])] = ("isgq",)
-    """codecs, e.g. isgq, dithered:levels=2,bucket=row, error_feedback(top_k:k=0.01); dense is the baseline"""
+    """codecs, a run for each, e.g. isgq, dithered:levels=2,bucket=row, error_feedback(top_k:k=0.01); dense is the
+    uncompressed baseline"""
     dense: str | None = None
-    """codec for the parameters without factors; plain all-reduce if not given"""
+    """codec for the parameters whose gradients have no factors; plain all-reduce if not given"""
+    routes: Literal["auto", "factors", "dense"] = "auto"
+    """auto sends factors where they are fewer bytes, factors wherever there are any"""
     model: str = "fc"
-    """fc, fc:hidden=1000-300-100, lenet, cifarnet, alexnet"""
+    """fc, fc:hidden=1000-300-100, lenet, cifarnet or alexnet"""
     data: str = "mnist5k"
-    """mnist5k, fashion, patches, idx:DIR, cifar10:DIR"""
+    """mnist5k, fashion, patches, idx:DIR or cifar10:DIR"""
+    standardize: bool = False
+    """shift and scale the pixels to mean 0 and deviation 1; the raw ones, in [0, 1], make sparser factors"""
     total_batch: int | None = None
-    """samples of all workers together in a step (128 if neither batch is given)"""
+    """samples of all workers together in a step; 128 if neither batch is given"""
     batch_per_worker: int | None = None
     """samples of each worker in a step, instead of --total-batch"""
     epochs: int = 6
     """passes over the training data"""
-    lr: float = 0.05
+    lr: float = 0.2
     """learning rate of SGD"""
     momentum: float = 0.9
     """momentum of SGD"""
     schedule: Literal["constant", "cosine"] = "cosine"
-    """how the learning rate goes over the run"""
-    standardize: bool = False
-    """shift and scale pixels to mean 0 and deviation 1; learns faster, but the input factor is no longer sparse"""
-    routes: Literal["auto", "factors", "dense"] = "auto"
-    """auto sends factors where they are fewer bytes, factors wherever there are any"""
+    """whether the learning rate stays or falls to 0 over the run"""
     seed: int = 0
-    """of initialisation, order and dither"""
+    """of weights, order of the samples and dither"""
     out: Path = Path("runs/latest")
-    """folder for results"""
+    """folder for results; those of an earlier command are replaced"""
     resume: bool = False
-    """continue from the checkpoints in --out"""
+    """go on from the checkpoints in --out"""
     timeout: float = 60.0
     """seconds to wait for a missing worker"""
 
@@ -77,25 +81,22 @@ class Config:
         """Samples of each worker in a step.
 
         Raises:
-            OptionError: both or no usable batch sizes.
+            OptionError: both batch sizes are given, or the total cannot be shared equally.
         """
-        if self.total_batch is not None and self.batch_per_worker is not None:
-            raise OptionError("give --total-batch or --batch-per-worker, not both")
-        if self.batch_per_worker is not None:
-            each = self.batch_per_worker
-        else:
+        if self.batch_per_worker is None:
             total = 128 if self.total_batch is None else self.total_batch
             each, rest = divmod(total, workers)
             if rest:
                 raise OptionError(f"--total-batch {total} cannot be shared equally by {workers} workers")
-        if each < 1:
-            raise OptionError(f"{each} samples for each of {workers} workers: must be at least 1")
-        return each
+            return each
+        if self.total_batch is not None:
+            raise OptionError("give --total-batch or --batch-per-worker, not both")
+        return self.batch_per_worker
 
 
 @dataclass(frozen=True)
 class Run:
-    """One combination of codec and workers."""
+    """One combination of codec and workers; ``batch`` is each worker's."""
 
     codec: str
     workers: int
@@ -103,204 +104,267 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Used for files and in the metrics."""
-        letters = "".join(c if c.isalnum() else "-" for c in self.codec)
-        return f"{letters}-{self.workers}x{self.batch}"
-
-
-def batches(n: int, run: Run, rank: int, seed: int, epoch: int) -> Iterator[Tensor]:
-    """This rank's indices of each step of an epoch: one permutation for all ranks, cut into equal shares."""
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-    total = run.batch * run.workers
-    for start in range(0, n - total + 1, total):
-        yield order[start + rank * run.batch : start + (rank + 1) * run.batch]
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Mean loss and accuracy."""
-    model.eval()
-    outputs = torch.cat([model(part) for part in x.split(1000)])
-    model.train()
-    return float(F.cross_entropy(outputs, y)), float((outputs.argmax(1) == y).double().mean())
+        """Names its files and its lines in the metrics."""
+        return f"{re.sub(r'[^A-Za-z0-9._=]+', '-', self.codec).strip('-')}-{self.workers}x{self.batch}"
 
 
 def train(config: Config, run: Run) -> Summary:
-    """Train one run as one of its ranks; every rank gets the summary."""
-    rank = dist.get_rank()
+    """Train one run as one of its workers; every worker gets the summary.
+
+    Raises:
+        NonFiniteError: the loss is not finite any more.
+    """
+    rank, checkpoint = dist.get_rank(), config.out / f"{run.name}.pt"
     dataset = data.load(config.data, seed=config.seed)
     dataset = dataset.standardized() if config.standardize else dataset
     model = models.build(config.model, classes=dataset.classes, in_shape=dataset.in_shape, seed=config.seed)
-    session = isgq.instrument(model, run.codec, dense=config.dense, routes=config.routes, seed=config.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum)
-    steps = len(dataset.train_y) // (run.batch * run.workers)
-    checkpoint = config.out / run.name / f"rank{rank}.pt"
-    first, spent, history = 0, 0.0, [0, 0, 0]
-    if config.resume and checkpoint.exists():
-        first, spent, history = restore(checkpoint, config, run, model, optimizer, session)
-    scores = evaluate(model, dataset.test_x, dataset.test_y)
-    bar = tqdm(total=config.epochs * steps, initial=first * steps, desc=run.name, unit="step", disable=rank > 0)
-    for epoch in range(first, config.epochs):
-        started, losses = time.perf_counter(), 0.0
-        for step, index in enumerate(batches(len(dataset.train_y), run, rank, config.seed, epoch)):
-            if config.schedule == "cosine":
-                done = (epoch * steps + step) / (config.epochs * steps)
-                optimizer.param_groups[0]["lr"] = config.lr * 0.5 * (1 + math.cos(math.pi * done))
-            loss = F.cross_entropy(model(dataset.train_x[index]), dataset.train_y[index])
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            losses += loss.item()
-            bar.update()
-        spent += time.perf_counter() - started
-        scores = evaluate(model, dataset.test_x, dataset.test_y)
-        bar.set_postfix(loss=f"{scores[0]:.3f}", accuracy=f"{scores[1]:.3f}")
-        total = [before + now for before, now in zip(history, traffic_of(session), strict=True)]
-        save(checkpoint, config, run, epoch + 1, spent, total, model, optimizer, session)
+    steps = len(dataset.train_y) // (run.batch * run.workers)  # an epoch; what is left over is dropped
+    with isgq.instrument(model, run.codec, dense=config.dense, routes=config.routes, seed=config.seed) as session:
+        first, spent = 0, torch.zeros(4, dtype=torch.float64)
+        if config.resume and checkpoint.exists():
+            first, spent = restore(checkpoint, model, optimizer, session)
+        before, seconds = spent.clone(), 0.0
         if rank == 0:
-            entry = {"run": run.name, "epoch": epoch + 1, "step": (epoch + 1) * steps, "train_loss": losses / steps}
-            entry |= {"test_loss": scores[0], "test_accuracy": scores[1]}
-            append_metrics(config.out, entry | {"sent_bytes": total[0], "received_bytes": total[1], "seconds": spent})
-    bar.close()
-    total = [before + now for before, now in zip(history, traffic_of(session), strict=True)]
-    mean = torch.tensor([*total, spent], dtype=torch.float64)
-    dist.all_reduce(mean)
-    sent, received, dense, _ = (mean / (run.workers * max(config.epochs * steps, 1))).tolist()
-    session.close()
+            trim_metrics(config.out, run.name, first)
+        test_loss, accuracy = evaluate(model, dataset)
+        bar = tqdm(total=config.epochs * steps, initial=first * steps, desc=run.name, unit="step", disable=rank > 0)
+        for epoch in range(first, config.epochs):
+            started, losses = time.perf_counter(), 0.0
+            for step, mine in enumerate(shares(len(dataset.train_y), run, rank, config.seed, epoch), epoch * steps):
+                optimizer.param_groups[0]["lr"] = learning_rate(config, step / (config.epochs * steps))
+                loss = F.cross_entropy(model(dataset.train_x[mine]), dataset.train_y[mine])
+                loss.backward()  # type: ignore[no-untyped-call]  # p.grad is now the mean over all workers
+                optimizer.step()
+                optimizer.zero_grad()
+                losses += loss.item()
+                bar.update()
+            seconds += time.perf_counter() - started
+            [train_loss] = mean_over_workers(losses / steps)
+            test_loss, accuracy = evaluate(model, dataset)
+            if not math.isfinite(train_loss + test_loss):
+                raise NonFiniteError(f"the loss is not finite after epoch {epoch + 1}: --lr {config.lr} is too large")
+            bar.set_postfix(loss=f"{test_loss:.3f}", accuracy=f"{accuracy:.3f}")
+            traffic = session.traffic
+            now = [traffic.sent - traffic.setup, traffic.received, traffic.dense, seconds]
+            spent = before + torch.tensor(now, dtype=torch.float64)
+            if rank == 0:
+                entry = {"run": run.name, "epoch": epoch + 1, "step": (epoch + 1) * steps, "train_loss": train_loss}
+                entry |= {"test_loss": test_loss, "test_accuracy": accuracy, "seconds": float(spent[3])}
+                append_metrics(config.out, entry | {"sent_bytes": int(spent[0]), "received_bytes": int(spent[1])})
+            save(checkpoint, settings(config, run), epoch + 1, spent, model, optimizer, session)
+        bar.close()
+    sent, received, dense, seconds = mean_over_workers(*spent.tolist())
     return Summary(
-        config.model,
-        config.data,
-        run.codec,
-        run.workers,
-        run.batch,
-        config.epochs,
-        config.seed,
-        test_accuracy=scores[1],
-        test_loss=scores[0],
-        sent_bytes_per_step=sent,
-        received_bytes_per_step=received,
-        dense_bytes_per_step=dense,
-        compression=dense / sent if sent else 1.0,
-        seconds=float(mean[3]) / run.workers,
+        model=config.model,
+        data=config.data,
+        codec=run.codec,
+        workers=run.workers,
+        batch_per_worker=run.batch,
+        epochs=config.epochs,
+        seed=config.seed,
+        test_accuracy=accuracy,
+        test_loss=test_loss,
+        sent_bytes_per_step=sent / (config.epochs * steps),
+        received_bytes_per_step=received / (config.epochs * steps),
+        dense_bytes_per_step=dense / (config.epochs * steps),
+        compression=dense / sent,
+        seconds=seconds,
     )
 
 
-def traffic_of(session: isgq.Session) -> tuple[int, int, int]:
-    """Bytes sent, received and dense of this rank in all steps so far."""
-    return session.traffic.sent - session.traffic.setup, session.traffic.received, session.traffic.dense
+def shares(n: int, run: Run, rank: int, seed: int, epoch: int) -> Iterator[Tensor]:
+    """This worker's indices [batch] of each step of an epoch: one order for all, cut into equal parts by rank."""
+    digest = isgq.Key("order", seed, epoch).digest
+    order = torch.argsort(random_int32(digest, "train.shares", n), stable=True)
+    for total in torch.split(order, run.batch * run.workers):
+        if len(total) == run.batch * run.workers:
+            yield total[rank * run.batch : (rank + 1) * run.batch]
+
+
+def learning_rate(config: Config, done: float) -> float:
+    """The schedule's value when ``done``, in [0, 1), of the run is over."""
+    return config.lr * (0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1.0)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, dataset: data.Dataset) -> tuple[float, float]:
+    """Mean loss and accuracy on the test images; each worker takes its share of them."""
+    model.eval()
+    workers = dist.get_world_size()
+    x, y = dataset.test_x[dist.get_rank() :: workers], dataset.test_y[dist.get_rank() :: workers]
+    outputs = torch.cat([model(part) for part in torch.split(x, 1000)]).double()
+    sums = [F.cross_entropy(outputs, y, reduction="sum"), (outputs.argmax(1) == y).sum()]
+    loss, accuracy = mean_over_workers(*(workers * float(each) / len(dataset.test_y) for each in sums))
+    model.train()
+    return loss, accuracy
+
+
+def mean_over_workers(*values: float) -> list[float]:
+    """The same numbers on every worker; waits for all of them."""
+    mean = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return [value / dist.get_world_size() for value in mean.tolist()]
+
+
+def settings(config: Config, run: Run) -> dict[str, Any]:
+    """What must be the same to resume; a constant learning rate may go on for more epochs."""
+    keep = ["dense", "routes", "model", "data", "standardize", "lr", "momentum", "schedule", "seed"]
+    keep += ["epochs"] if config.schedule == "cosine" else []
+    return asdict(run) | {name: asdict(config)[name] for name in keep}
 
 
 def save(
     path: Path,
-    config: Config,
-    run: Run,
+    made_with: dict[str, Any],
     epoch: int,
-    spent: float,
-    traffic: list[int],
+    spent: Tensor,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     session: isgq.Session,
 ) -> None:
-    """Write this rank's checkpoint; a reader sees the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "settings": settings(config, run),
-        "epoch": epoch,
-        "spent": spent,
-        "traffic": traffic,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "session": session.state_dict(),
-    }
-    partial = path.with_suffix(".partial")
-    torch.save(content, partial)
-    os.replace(partial, path)
+    """Write the state of all workers as one file: a reader finds the old one or the new one."""
+    states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object({"session": session.state_dict(), "spent": spent}, states)
+    if states is not None:
+        content = {"settings": made_with, "epoch": epoch, "workers": states}
+        content |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        partial = path.with_suffix(".partial")
+        torch.save(content, partial)
+        os.replace(partial, path)
 
 
 def restore(
-    path: Path, config: Config, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, session: isgq.Session
-) -> tuple[int, float, list[int]]:
-    """Read this rank's checkpoint: epochs done, seconds spent and bytes so far.
-
-    Raises:
-        OptionError: it was made with other settings.
-    """
-    content: dict[str, Any] = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
-    if content["settings"] != settings(config, run):
-        changed = [k for k, v in settings(config, run).items() if content["settings"].get(k) != v]
-        raise OptionError(f"{path} was made with other settings of {', '.join(changed)}: choose another --out")
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, session: isgq.Session
+) -> tuple[int, Tensor]:
+    """Read what :func:`save` wrote: epochs done, and this worker's bytes and seconds."""
+    content = torch.load(path, weights_only=True)
+    mine = content["workers"][dist.get_rank()]
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
-    session.load_state_dict(content["session"])
-    return content["epoch"], content["spent"], content["traffic"]
+    session.load_state_dict(mine["session"])
+    return content["epoch"], mine["spent"]
 
 
-def settings(config: Config, run: Run) -> dict[str, Any]:
-    """What must be the same to resume."""
-    keep = ("dense", "model", "data", "epochs", "lr", "momentum", "schedule", "standardize", "routes", "seed")
-    return {"codec": run.codec, "workers": run.workers, "batch": run.batch} | {k: asdict(config)[k] for k in keep}
+def check_resume(path: Path, wanted: dict[str, Any], epochs: int) -> None:
+    """Refuse a checkpoint of something else.
+
+    Raises:
+        OptionError: it is none, was made with other settings, or is further than asked for.
+    """
+    try:
+        content = torch.load(path, weights_only=True, mmap=True)
+        made_with, done = content["settings"], content["epoch"]
+    except (RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise OptionError(f"{path} is no checkpoint of train.py; remove it or choose another --out") from error
+    changed = [f"{k}={made_with.get(k)!r}" for k, value in wanted.items() if made_with.get(k) != value]
+    if changed or done > epochs:
+        was = ", ".join(changed) or f"epochs={done}"
+        raise OptionError(f"{path} was made with {was}: use the same, or another --out")
 
 
 def check(config: Config) -> list[Run]:
-    """All runs, after everything that can be wrong has been looked at."""
+    """All runs, after a look at everything that can be wrong with them.
+
+    Raises:
+        OptionError: a value outside its range, or values that do not fit together.
+    """
+    for name, fine, wanted in (
+        ("workers", min(config.workers, default=0) >= 1, "1 or more"),
+        ("codecs", len(config.codecs) >= 1, "one or more"),
+        ("epochs", config.epochs >= 1, "1 or more"),
+        ("lr", 0 < config.lr < math.inf, "positive"),
+        ("momentum", 0 <= config.momentum < 1, "in [0, 1)"),
+        ("timeout", 0 < config.timeout < math.inf, "positive"),
+    ):
+        if not fine:
+            raise OptionError(f"--{name} {getattr(config, name)}: must be {wanted}")
     for codec in config.codecs:
         isgq.choose_codecs(codec, config.dense)
-    for workers in config.workers:
-        if workers < 1:
-            raise OptionError(f"--workers {workers}: must be at least 1")
     dataset = data.load(config.data, seed=config.seed)
     models.build(config.model, classes=dataset.classes, in_shape=dataset.in_shape, seed=config.seed)
-    runs = [Run(c, w, config.batch_of_each(w)) for c, w in itertools.product(config.codecs, config.workers)]
+    runs = [
+        Run(c, w, config.batch_of_each(w)) for c, w in dict.fromkeys(itertools.product(config.codecs, config.workers))
+    ]
     for run in runs:
-        if run.batch * run.workers > len(dataset.train_y):
-            total = run.batch * run.workers
-            raise OptionError(f"a step of {total} samples exceeds the {len(dataset.train_y)} of {config.data}")
+        if not 1 <= run.batch <= len(dataset.train_y) // run.workers:
+            size = len(dataset.train_y)
+            raise OptionError(
+                f"{run.workers} workers with {run.batch} samples each: {config.data} has 1 .. {size} for all"
+            )
+        path = config.out / f"{run.name}.pt"
+        if config.resume and path.exists():
+            check_resume(path, settings(config, run), config.epochs)
     return runs
 
 
-def finish(config: Config, summaries: list[Summary]) -> None:
+def prepare(config: Config, runs: Sequence[Run]) -> None:
+    """Make the folder; without --resume, remove what an earlier command left of the same names."""
+    config.out.mkdir(parents=True, exist_ok=True)
+    if not config.resume:
+        for name in ("metrics.jsonl", "summary.json", *(f"{run.name}.pt" for run in runs)):
+            (config.out / name).unlink(missing_ok=True)
+
+
+def finish(config: Config, summaries: Sequence[Summary]) -> None:
     """Write and show the results."""
     save_summary(config.out, summaries)
     plot(summaries, config.out / "accuracy_and_bytes.png")
     print(f"\n{table(summaries)}\n\nwritten to {config.out}/: summary.json, metrics.jsonl, accuracy_and_bytes.png")
 
 
+def train_all(config: Config) -> None:
+    """Every run in processes of its own."""
+    runs = check(config)
+    prepare(config, runs)
+    summaries: list[Summary] = []
+    for run in runs:
+        summaries.append(launch(train, run.workers, args=(config, run), timeout=config.timeout)[0])
+        save_summary(config.out, summaries)
+    finish(config, summaries)
+
+
+def train_as_worker(config: Config, rank: int, workers: int) -> None:
+    """The one run of a process that torchrun has started.
+
+    Raises:
+        OptionError: more than one codec.
+    """
+    runs = check(replace(config, workers=(workers,)))
+    if len(runs) > 1:
+        raise OptionError(f"torchrun starts the workers of one run: give one of the codecs {', '.join(config.codecs)}")
+    if rank == 0:
+        prepare(config, runs)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout))
+    summary = train(config, runs[0])
+    dist.destroy_process_group()
+    if rank == 0:
+        finish(config, [summary])
+
+
 def main() -> int:
-    """Command line; 2 for a mistake in it, 1 for a failed run, 130 for Ctrl-C."""
+    """Run the command line: 0, 2 for a mistake in it, 1 for a run that failed, 130 for Ctrl-C."""
     config = tyro.cli(Config)
+    rank, workers = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     try:
-        under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= set(os.environ)
-        if under_torchrun:
-            config = replace(config, workers=(int(os.environ["WORLD_SIZE"]),))
-        runs = check(config)
-        if under_torchrun and len(runs) > 1:
-            raise OptionError("under torchrun there is one run: give one codec")
-        config.out.mkdir(parents=True, exist_ok=True)
-        if not config.resume:
-            (config.out / "metrics.jsonl").unlink(missing_ok=True)
-    except (ValueError, OSError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
-    try:
-        if under_torchrun:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout))
-            summary = train(config, runs[0])
-            if dist.get_rank() == 0:
-                finish(config, [summary])
-            dist.destroy_process_group()
-            return 0
-        summaries: list[Summary] = []
-        for run in runs:
-            summaries.append(launch(train, run.workers, args=(config, run), timeout=config.timeout)[0])
-            save_summary(config.out, summaries)
-        finish(config, summaries)
-    except RankError as error:
-        print(f"train.py: the run has failed and all its ranks are ended\n{error}", file=sys.stderr)
-        return 1
+        if rank is not None and workers is not None:
+            train_as_worker(config, int(rank), int(workers))
+        else:
+            train_all(config)
+    except (OptionError, data.DataError, models.ModelError, OSError) as error:
+        message, code = str(error), 2
+    except isgq.IsgqError as error:
+        message, code = f"a run failed, all its workers have ended\n{error}", 1
+        if traces := getattr(error, "__notes__", []):
+            (config.out / "traceback.txt").write_text("\n".join(traces))
+            message += f"\n(tracebacks in {config.out / 'traceback.txt'})"
     except KeyboardInterrupt:
-        print("train.py: interrupted; all ranks are ended. Go on with --resume", file=sys.stderr)
-        return 130
-    return 0
+        message, code = "interrupted, all workers have ended; --resume goes on after the last full epoch", 130
+    else:
+        return 0
+    if rank in {None, "0"} or code == 1:
+        print(f"train.py: {message}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

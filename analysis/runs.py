@@ -1,8 +1,9 @@
 """What training leaves behind: ``summary.json``, ``metrics.jsonl``, a table and a plot.
 
 ``summary.json`` is a list of runs, each with the keys of :class:`Summary`; bytes are per worker, mean over steps and
-workers. ``metrics.jsonl`` has one object a line: run, epoch, step, train_loss, test_loss, test_accuracy, sent_bytes,
-received_bytes (of this worker since the start) and seconds.
+workers; seconds are those of the training steps, without start-up and evaluation. ``metrics.jsonl`` has one object a
+line: run, epoch, step, train_loss, test_loss, test_accuracy, seconds, and the first worker's sent_bytes and
+received_bytes since the run began.
 """
 
 import json
@@ -70,6 +71,23 @@ def append_metrics(folder: Path, entry: dict[str, Any]) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
+def trim_metrics(folder: Path, run: str, epochs: int) -> None:
+    """Drop the lines of a run after its first ``epochs`` epochs, which are about to be trained again."""
+    path = folder / "metrics.jsonl"
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if not _is_later(line, run, epochs)]
+        write_atomically(path, "".join(kept))
+
+
+def _is_later(line: str, run: str, epochs: int) -> bool:
+    try:
+        entry = json.loads(line)
+    except ValueError:  # half a line of a run that was killed
+        return True
+    return bool(entry["run"] == run and entry["epoch"] > epochs)
+
+
 def table(summaries: Sequence[Summary]) -> str:
     """The runs as aligned text."""
     rows = [
@@ -121,7 +139,8 @@ def plot(summaries: Sequence[Summary], path: Path) -> None:
     right.set_yscale("log")
     right.set_ylabel("bytes sent per worker and step")
     right.legend()
-    first = summaries[0]
-    figure.suptitle(f"{first.model} on {first.data}, {first.epochs} epochs, fixed total batch")
+    first, totals = summaries[0], {s.workers * s.batch_per_worker for s in summaries}
+    batch = f"total batch {totals.pop()}" if len(totals) == 1 else f"{first.batch_per_worker} samples per worker"
+    figure.suptitle(f"{first.model} on {first.data}, {first.epochs} epochs, {batch}")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -160,13 +160,13 @@ def test_one_scale_a_bucket(shape, bucket, scales):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bucket", ["row", "tensor", 9])
 def test_variance_is_that_of_many_draws(mode, bucket):
-    """Entry by entry, within five standard errors of the draws themselves."""
+    """Entry by entry, within what chance allows (Bernstein: half mode seldom moves an entry near a level)."""
     c = Dithered(1 if mode == "one_bit" else 2, bucket, True, mode)
     x = normal(8, 4, 9)
     x[1, :5] = 0
     draws = torch.stack([send(c, x, Key("w", step=t)) for t in range(1000)]).double()
     squares, expected = (draws - x).square(), c.variance(x).double()
-    assert ((squares.mean(0) - expected).abs() <= 5 * squares.std(0) / 1000**0.5 + 1e-6).all()
+    assert ((squares.mean(0) - expected).abs() <= 5 * squares.std(0) / 1000**0.5 + 25 * squares.max() / 3000).all()
     assert abs(squares.mean(0).sum() / expected.sum() - 1) < 0.05
     assert ((draws.mean(0) - x).abs() <= 5 * (expected / 1000).sqrt() + 1e-6).all()
 

@@ -237,7 +237,7 @@ def test_a_broken_law_is_noticed(registered, cls, law):
 
 
 def test_the_message_names_codec_and_law(registered):
-    with pytest.raises(AssertionError, match="^under_test breaks the law zero_stays_zero: "):
+    with pytest.raises(AssertionError, match="under_test breaks the law zero_stays_zero"):
         check_codec(registered(NeverZero)())
 
 
