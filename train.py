@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -128,6 +129,7 @@ def train(config: Config, run: Run) -> Summary:
         if rank == 0:
             trim_metrics(config.out, run.name, first)
         test_loss, accuracy = evaluate(model, dataset)
+        tqdm.set_lock(threading.RLock())  # its own is a system semaphore, which outlives a rank that is ended
         bar = tqdm(total=config.epochs * steps, initial=first * steps, desc=run.name, unit="step", disable=rank > 0)
         for epoch in range(first, config.epochs):
             started, losses = time.perf_counter(), 0.0
@@ -363,7 +365,8 @@ def main() -> int:
     else:
         return 0
     if rank in {None, "0"} or code == 1:
-        print(f"train.py: {message}", file=sys.stderr)
+        line_end = "\n" if code != 2 else ""  # of the progress bar
+        print(f"{line_end}train.py: {message}", file=sys.stderr)
     return code
 
 

@@ -136,6 +136,9 @@ def plot(summaries: Sequence[Summary], path: Path) -> None:
         axes.set_xlabel("workers")
         axes.grid(alpha=0.3)
     left.set_ylabel("test accuracy (%)")
+    low, high = left.get_ylim()
+    if high - low < 5:  # a few samples more or less are no difference to show
+        left.set_ylim((low + high - 5) / 2, (low + high + 5) / 2)
     right.set_yscale("log")
     right.set_ylabel("bytes sent per worker and step")
     right.legend()

@@ -13,13 +13,14 @@ from isgq.core.errors import EmptyBatchError, MismatchError, PeerError, PeerNonF
 from isgq.wire.header import NO_PARAMETER, PROTOCOL, Header, Status
 
 
-def introduce(parameters: Mapping[str, nn.Parameter], settings: Mapping[str, str]) -> Tensor:
-    """This rank's introduction: uint8 JSON of protocol, settings and a digest of the model's parameters."""
-    shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items()]
+def introduce(model: nn.Module, settings: Mapping[str, str]) -> Tensor:
+    """This rank's introduction: uint8 JSON of protocol, settings and a digest of the model's parameters and buffers."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors]
     text = {
         "protocol": str(PROTOCOL),
         **settings,
-        "parameters": str(len(shapes)),
+        "parameters": str(sum(p.requires_grad for p in model.parameters())),
         "model": hashlib.blake2b("\n".join(shapes).encode(), digest_size=8).hexdigest(),
     }
     return torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)

@@ -2,10 +2,13 @@
 
 The end is a callback of the autograd engine, queued by the first hook of the pass. The output's gradient comes before
 everything inside the model, so announcing the pass there puts its end where the *outer* pass ends, also if
-checkpointing runs inner passes of its own.
+checkpointing runs inner passes of its own. The engine drops the callbacks of a pass that raises: then the callback's
+token is gone without having been called.
 """
 
+import weakref
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +17,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from isgq.windows import Window
+
+
+class _Pass:
+    """Token of a running backward pass, held by nobody but the engine."""
 
 
 class BackwardWatch:
@@ -27,9 +34,9 @@ class BackwardWatch:
 
     def __init__(self, model: nn.Module, windows: Collection[Window], on_end: Callable[[], None]) -> None:
         self._windows, self._on_end = windows, on_end
-        self._queued = False
+        self._running: weakref.ref[_Pass] | None = None
         self._handles: list[RemovableHandle] = [handle for w in windows for handle in w.watch(self.begins)]
-        self._handles.append(model.register_forward_hook(self._watch_output))
+        self._handles.append(model.register_forward_hook(self._output_hook(model)))
 
     @property
     def closed(self) -> bool:
@@ -37,17 +44,19 @@ class BackwardWatch:
         return not self._handles
 
     def forward_begins(self) -> None:
-        """A forward pass outside any backward pass: one that was announced and has not ended has raised."""
-        if self._queued and torch._C._current_graph_task_id() == -1:
-            self._queued = False
+        """Called at forward passes; what a backward pass that raised has left behind is worth nothing."""
+        if self._running is not None and self._running() is None:
+            self._running = None
             for window in self._windows:
                 window.abort_backward()
 
     def begins(self) -> None:
         """Called by any hook during a backward pass."""
-        if not self._queued and self._handles:
-            self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._ends)
+        self.forward_begins()
+        if self._running is None and self._handles:
+            token = _Pass()
+            self._running = weakref.ref(token)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._ends, token))
 
     def close(self) -> None:
         """Remove the hooks, drop what the windows hold."""
@@ -58,15 +67,21 @@ class BackwardWatch:
             window.pending.clear()
             window.reset()
 
-    def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            self.forward_begins()
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda _: self.begins())  # type: ignore[no-untyped-call]
+    def _output_hook(self, watched: nn.Module) -> Callable[..., None]:
+        model = weakref.ref(watched)
 
-    def _ends(self) -> None:
-        self._queued = False
+        # A function and not a method: a deep copy of the model, an average of weights say, must not copy the session.
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled() and module is model():
+                self.forward_begins()
+                for leaf in tree_leaves(output):
+                    if isinstance(leaf, Tensor) and leaf.requires_grad:
+                        leaf.register_hook(lambda _: self.begins())  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _ends(self, token: _Pass) -> None:
+        self._running = None
         arrived = [window.end_backward() for window in self._windows]
         if any(arrived) and self._handles:
             self._on_end()

@@ -132,7 +132,7 @@ class TorchExchange:
     def all_reduce_mean(self, x: Tensor) -> Pending[Tensor]:
         """See :class:`Exchange`; divides before adding, so that half precision does not overflow."""
         self.sent += x.numel() * x.element_size()
-        self.received += x.numel() * x.element_size()
+        self.received += x.numel() * x.element_size() if self.world_size > 1 else 0
         buffer = (x / self.world_size).contiguous().to(self._device)
         work = self._start(lambda: dist.all_reduce(buffer, group=self._group, async_op=True))
         return Pending(lambda: self._finish(work, lambda: buffer.to(x.device)))

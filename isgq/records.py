@@ -24,6 +24,7 @@ from isgq.wire import pack_message
 
 Record = Payload | PairPayload
 _PLAIN = "exact"  # codec name of a record that holds a plain gradient
+_CHECK_EVERY = 64  # steps between two checks that the pairs still make up the gradient; each costs one contraction
 # How far the captured pairs' product may be from autograd's gradient, relative, before they are not trusted.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
@@ -73,6 +74,7 @@ class FactorCarrier:
 
     def __post_init__(self) -> None:
         self.name, self.names = self.unit.name, names_of(self.unit)
+        self._trusted = True
 
     def local_gradient(self) -> Tensor:
         """This rank's gradient as autograd made it: weight and riding bias as one flat vector."""
@@ -80,17 +82,36 @@ class FactorCarrier:
 
     def encode(self, key: Key) -> Record:
         """See :class:`Carrier`."""
-        pairs = self.windows[self.name].pairs
-        if pairs and not any(self.windows[name].edited for name in self.names):
-            try:
-                factors = merge(pairs)
-            except CodecError:
-                pass  # a convolution called at several image sizes: the gradient itself travels
-            else:
-                return self.codec.encode_pair(factors, self.unit.contract, key)
+        factors = self._trusted_factors(key.step)
+        if factors is not None:
+            return self.codec.encode_pair(factors, self.unit.contract, key)
         flat = self.local_gradient()
         check_finite(flat, f"the gradient of {self.name!r}")
         return Payload(_PLAIN, tuple(flat.shape), flat.dtype, {}, {"values": flat})
+
+    def _trusted_factors(self, step: int) -> Factors | None:
+        """All of this step's pairs as one, or None where the gradient itself must travel."""
+        windows = [self.windows[name] for name in self.names]
+        pairs, arrivals = windows[0].pairs, windows[0].arrivals
+        if not self._trusted or not pairs or any(w.edited or w.arrivals != arrivals for w in windows):
+            return None
+        try:
+            factors = merge(pairs)
+        except CodecError:  # a convolution called at several image sizes
+            return None
+        if arrivals > 1 and not self._reproduces(factors):
+            return None  # changed behind autograd's back between two backward passes, by way of p.grad.data
+        if step % _CHECK_EVERY == 0 and not self._reproduces(factors):
+            self._trusted = False
+            return None
+        return factors
+
+    def _reproduces(self, factors: Factors) -> bool:
+        """Whether the factors make up autograd's gradient, or autograd's gradient holds NaN or Inf."""
+        local, product = self.local_gradient(), self.unit.flat_gradient(factors)
+        tolerance = _TOLERANCE.get(factors.d.dtype, 1e-3)
+        error, size = torch.linalg.vector_norm(product - local), torch.linalg.vector_norm(local)
+        return bool(error <= tolerance * size + 1e-30) or not bool(torch.isfinite(size))
 
     def decode(self, record: Record) -> Factors | Tensor:
         """Factors, or the plain gradient as one flat vector; at least float32, on the weight's device.
@@ -131,10 +152,8 @@ class FactorCarrier:
             return REFUSED
         try:
             factors = merge(window.pairs)
-            local, product = self.local_gradient(), self.unit.flat_gradient(factors)
-            tolerance = _TOLERANCE.get(factors.d.dtype, 1e-3)
-            if not torch.linalg.vector_norm(product - local) <= tolerance * torch.linalg.vector_norm(local) + 1e-30:
-                return REFUSED if bool(torch.isfinite(local).all()) else UNSEEN  # the step itself reports NaN
+            if not self._reproduces(factors):
+                return REFUSED
             return max(1, pack_message([self.codec.encode_pair(factors, self.unit.contract, key)])[1][0])
         except NonFiniteError:
             return UNSEEN

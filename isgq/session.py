@@ -11,7 +11,6 @@ import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from isgq.agreement import check_headers, check_introductions, introduce, plan_digest
 from isgq.backward import BackwardWatch
-from isgq.codecs.feedback import Remembering, memory_of
+from isgq.codecs.feedback import memory_of
 from isgq.codecs.roles import choose_codecs
 from isgq.core.errors import CodecError, InstrumentError, MismatchError, NonFiniteError, OptionError
 from isgq.core.keys import Key
@@ -28,8 +27,9 @@ from isgq.core.payload import Factors, check_finite
 from isgq.core.registry import AnyCodec, spec_of
 from isgq.exchange import Exchange, Loopback, TorchExchange
 from isgq.layers.capture import Capture, Unit, find_units
-from isgq.planner import Line, Plan, decide
-from isgq.records import Carrier, DirectCarrier, FactorCarrier, Record, names_of
+from isgq.planner import Line, Plan
+from isgq.records import Carrier, Record
+from isgq.routing import make_carriers, make_plan, measure
 from isgq.traffic import Traffic
 from isgq.windows import Window
 from isgq.wire import pack_message, unpack_message
@@ -123,11 +123,10 @@ class Session:
         self._codec, self._direct = choose_codecs(codec, dense)
         routes = routes if self._codec is not None else "dense"
         self._spec = " + ".join(spec_of(c) if c is not None else "dense" for c in (self._codec, self._direct))
-        self._scope = scope
+        self._memory, self._scope = memory_of(self._direct), scope
         self._carriers: list[Carrier] = []
         self._policy, self._sync, self._seed = routes, sync, seed
         self._log = log
-        self._model = weakref.ref(model)
         self._exchange = exchange or (TorchExchange() if dist.is_initialized() else Loopback())
         self._start_bytes = (self._exchange.sent, self._exchange.received)
         self.traffic, self.plan, self.step = Traffic(), Plan(), 0
@@ -140,7 +139,8 @@ class Session:
         self._local_only = False
         self._backward = BackwardWatch(model, self._windows.values(), self._backward_ended)
         self._capture = Capture(self._units, self._caught, self._backward.forward_begins)
-        _INSTRUMENTED.add(model)
+        self._modules = weakref.WeakSet(model.modules())
+        _INSTRUMENTED.update(self._modules)
 
     # ---- agreement before the first step
 
@@ -148,7 +148,7 @@ class Session:
         settings = {"codec": self._spec, "routes": self._policy, "scope": self._scope}
         settings |= {"seed": str(self._seed), "sync": self._sync}
         settings["factored"] = ",".join(unit.name for unit in self._units)
-        check_introductions(self._exchange.all_gather(introduce(self._parameters, settings)).wait())
+        check_introductions(self._exchange.all_gather(introduce(model, settings)).wait())
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 self._exchange.broadcast(tensor.detach()).wait()
@@ -191,17 +191,27 @@ class Session:
             raise InstrumentError("the session is closed")
         for window in self._windows.values():
             window.check_edits()
-        if not self.plan.lines:
+        planning = not self.plan.lines
+        if planning:
             self._make_plan()
         if not self._carriers:
-            self._build_carriers()
+            self._carriers = make_carriers(
+                self.plan, self._units, self._codec, self._direct, self._scope, self._windows
+            )
         records, failure, error = self._encode()
         try:
             message, sizes = pack_message([record for _, record in records])
         except CodecError as caught:
             message, sizes = torch.empty(0, dtype=torch.uint8), []
             failure, error = (Status.FAILED, NO_PARAMETER), caught
-        headers = self._exchange_headers(failure, message.numel(), error)
+        try:
+            headers = self._exchange_headers(failure, message.numel(), error)
+        except Exception:
+            if planning:  # what a refused step has measured is worth nothing
+                self.plan, self._carriers = Plan(), []
+            raise
+        if planning:
+            self._report()
         received = self._exchange.all_gather(message, [header.length for header in headers])
         used = [any(header.used[i] for header in headers) for i in range(len(self._names))]
         dense = [self._windows[n] for n, u in zip(self._names, used, strict=True) if u and self._is_dense(n)]
@@ -220,10 +230,6 @@ class Session:
 
     def _is_dense(self, name: str) -> bool:
         return all(name not in carrier.names for carrier in self._carriers)
-
-    @property
-    def _memory(self) -> Remembering | None:
-        return memory_of(self._direct)
 
     def _encode(self) -> tuple[list[tuple[Carrier, Record]], tuple[Status, int], Exception | None]:
         """Records of all carried parameters that got a gradient here; or why this rank cannot take part."""
@@ -305,57 +311,25 @@ class Session:
 
     # ---- the plan
 
-    def _build_carriers(self) -> None:
-        """One carrier per factored unit, then one per direct tensor, or one for all of a dtype."""
-        for unit in self._units:
-            if self._codec is not None and self.plan.route(unit.name) == "factors":
-                self._carriers.append(FactorCarrier(self._codec, unit, self._windows))
-        if self._direct is not None:
-            windows = [self._windows[name] for name in filter(self._is_dense, self._names)]
-            groups: dict[str, list[Window]] = {}
-            for window in windows:
-                whole = f"model/{window.parameter.dtype}/{window.parameter.device.type}"
-                groups.setdefault(window.name if self._scope == "tensor" else whole, []).append(window)
-            self._carriers += [DirectCarrier(self._direct, name, group) for name, group in groups.items()]
-
     def _make_plan(self) -> None:
         """Measure every candidate's message on this rank, share the sizes, decide alike. A collective call."""
-        sizes = torch.tensor(
-            [self._measure(unit) for unit in self._units],
-            dtype=torch.int64,
-        )
-        lines = []
+        sizes = measure(self._units, self._codec, self._windows, self._key)
+        shared = sizes[None]
         if self._units:
-            length = [sizes.numel() * 8] * self._exchange.world_size
-            gathered = self._exchange.all_gather(sizes.view(torch.uint8), length).wait()
+            length = sizes.numel() * sizes.element_size()
+            headers = self._exchange_headers((Status.OK, NO_PARAMETER), length, None)  # are all ranks here to plan?
+            gathered = self._exchange.all_gather(sizes.view(torch.uint8), [header.length for header in headers]).wait()
             shared = torch.stack([each.clone().view(torch.int64) for each in gathered])
-            policy: Literal["auto", "factors"] = "factors" if self._policy == "factors" else "auto"
-            lines = [decide(self._line(unit), shared[:, i].tolist(), policy) for i, unit in enumerate(self._units)]
-        riding = {unit.bias_name for unit in self._units}
-        for name in self._names:
-            if name in riding or any(line.name == name for line in lines):
-                continue
-            size = self._parameters[name].numel() * self._parameters[name].element_size()
-            lines.append(Line(name, "dense", self._reasons.get(name, "the session is dense"), 0, size))
-        if self._direct is not None:
-            lines = [replace(line, route="direct") if line.route == "dense" else line for line in lines]
-        self.plan = Plan(tuple(sorted(lines, key=lambda line: self._names.index(line.name))))
-        self._report()
-
-    def _measure(self, unit: Unit) -> int:
-        assert self._codec is not None
-        return FactorCarrier(self._codec, unit, self._windows).measure(self._key(unit.name))
-
-    def _line(self, unit: Unit) -> Line:
-        size = sum(self._parameters[n].numel() * self._parameters[n].element_size() for n in names_of(unit))
-        return Line(unit.name, "dense", "", 0, size)
+        policy: Literal["auto", "factors"] = "factors" if self._policy == "factors" else "auto"
+        self.plan = make_plan(
+            self._units, shared, self._windows, self._reasons, policy, direct=self._direct is not None
+        )
 
     def _report(self) -> None:
         """Say once, on rank 0, which parameters travel densely and why."""
-        if self._log is not None and self._exchange.rank == 0:
-            for line in self.plan.lines:
-                if line.route == "dense":
-                    self._log(f"isgq: {line.name} travels densely: {line.reason}")
+        for line in self.plan.lines:
+            if line.route == "dense" and self._log is not None and self._exchange.rank == 0:
+                self._log(f"isgq: {line.name} travels densely: {line.reason}")
 
     # ---- state and end
 
@@ -402,9 +376,7 @@ class Session:
         """Remove every hook; the model is as it was, ``p.grad`` stays. May be called twice."""
         self._capture.close()
         self._backward.close()
-        model = self._model()
-        if model is not None:
-            _INSTRUMENTED.discard(model)
+        _INSTRUMENTED.difference_update(self._modules)
 
     def __enter__(self) -> Self:
         return self
@@ -420,6 +392,6 @@ def _check_model(model: nn.Module) -> None:
             "without the wrapper"
         )
     if any(module in _INSTRUMENTED for module in model.modules()):
-        raise InstrumentError("the model, or a part of it, is instrumented already: close() that session first")
+        raise InstrumentError("the model, its part or its whole is instrumented already: close() that session first")
     if not any(p.requires_grad for p in model.parameters()):
         raise InstrumentError("the model has no trainable parameter")

@@ -23,7 +23,7 @@ class Window:
         name: parameter name.
         parameter: the parameter.
         before: content of ``p.grad`` when the window opened, or None.
-        touched: whether autograd has added a gradient since the last synchronisation.
+        arrivals: how often autograd has added a gradient since the last synchronisation.
         edited: whether somebody else changed ``p.grad`` in between.
         pairs: factors captured by completed backward passes of this window.
         pending: factors captured by the backward pass that is running.
@@ -32,12 +32,17 @@ class Window:
     name: str
     parameter: nn.Parameter
     before: Tensor | None = None
-    touched: bool = False
+    arrivals: int = 0
     edited: bool = False
     pairs: list[Factors] = field(default_factory=list)
     pending: list[Factors] = field(default_factory=list)
     _arrived: bool = False
-    _version: int = -1
+    _seen: tuple[int, int] | None = None
+
+    @property
+    def touched(self) -> bool:
+        """Whether there is a contribution of this rank."""
+        return self.arrivals > 0
 
     def watch(self, on_gradient: Callable[[], None]) -> list[RemovableHandle]:
         """Put the two hooks on the parameter; ``on_gradient`` is called during each backward that reaches it."""
@@ -47,8 +52,9 @@ class Window:
             self._open()
 
         def after(parameter: Tensor) -> None:
-            self.touched = self._arrived = True
-            self._version = parameter.grad._version if parameter.grad is not None else -1
+            self.arrivals += 1
+            self._arrived = True
+            self._seen = self._identity()
 
         return [
             self.parameter.register_hook(before),  # type: ignore[no-untyped-call]
@@ -58,20 +64,21 @@ class Window:
     def _open(self) -> None:
         grad = self.parameter.grad
         if grad is None:  # nothing yet, or the user has dropped what was there
-            self._restart()
+            self.reset()
         elif not self.touched:
             self.before = grad.detach().clone()
         else:
             self.check_edits()
 
-    def _restart(self) -> None:
-        self.before, self.edited = None, False
-        self.pairs.clear()
+    def _identity(self) -> tuple[int, int] | None:
+        grad = self.parameter.grad
+        return None if grad is None else (id(grad), grad._version)
 
     def check_edits(self) -> None:
-        """Notice a gradient that was changed since autograd last added to it."""
-        grad = self.parameter.grad
-        if self.touched and (grad is None or grad._version != self._version):
+        """Notice a gradient that was changed, replaced or dropped since autograd last added to it."""
+        if self.touched and self.parameter.grad is None:
+            self.reset()
+        elif self.touched and self._identity() != self._seen:
             self.before, self.edited = None, True
             self.pairs.clear()
 
@@ -115,5 +122,6 @@ class Window:
 
     def reset(self) -> None:
         """Start anew without touching ``p.grad``."""
-        self.touched = False
-        self._restart()
+        self.arrivals = 0
+        self.before, self.edited = None, False
+        self.pairs.clear()

@@ -149,6 +149,9 @@ def codec(spec: "str | AnyCodec") -> AnyCodec:
         if field in values:
             raise OptionError(f"option {field!r} of codec {name!r} is given twice")
         values[field] = _parse(name, field, text.strip(), hints[field])
+    missing = [n for n, f in known.items() if n not in values and f.default is f.default_factory is dataclasses.MISSING]
+    if missing:
+        raise OptionError(f"codec {name!r} needs the option {', '.join(missing)}")
     built: AnyCodec = cls(**values)
     return built
 

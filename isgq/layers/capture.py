@@ -124,6 +124,8 @@ class Capture:
 
     def _forward_hook(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if module is not unit.module:
+                return  # a deep copy of the model has copies of the hooks
             if not (isinstance(output, Tensor) and output.requires_grad and unit.weight.requires_grad):
                 return  # no graph, or autograd will make no weight gradient
             self._on_forward()

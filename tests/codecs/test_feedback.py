@@ -8,7 +8,17 @@ import isgq
 from isgq.codecs.feedback import ErrorFeedback, MomentumCorrection
 from isgq.core.errors import CodecError, OptionError
 
-INNER = ["top_k:k=0.1", "random_k:k=0.1,scale=false", "rtop_k:r=0.3,k=0.1", "one_bit", "sign", "qsgd", "terngrad", "int8", "bf16"]
+INNER = [
+    "top_k:k=0.1",
+    "random_k:k=0.1,scale=false",
+    "rtop_k:r=0.3,k=0.1",
+    "one_bit",
+    "sign",
+    "qsgd",
+    "terngrad",
+    "int8",
+    "bf16",
+]
 
 
 def gradient(step: int, size: tuple[int, ...] = (20, 30)) -> Tensor:
@@ -35,7 +45,9 @@ def test_decay_and_reset_forget() -> None:
     plain = isgq.codec("top_k:k=1")
     for step in range(3):
         key = isgq.Key("w", step=step)
-        assert torch.equal(forgetful.decode(forgetful.encode(gradient(step), key)), plain.decode(plain.encode(gradient(step), key)))  # noqa: E501
+        assert torch.equal(
+            forgetful.decode(forgetful.encode(gradient(step), key)), plain.decode(plain.encode(gradient(step), key))
+        )
     resetting = isgq.codec("error_feedback(top_k:k=1):reset=2")
     for step in range(3):
         out = resetting.decode(resetting.encode(gradient(step), isgq.Key("w", step=step)))

@@ -44,6 +44,9 @@ SPECS = [
     "minimum_variance:levels=3,sparse=false",
     "minimum_variance_unbiased:levels=1",
     "isgq",
+    "error_feedback(top_k:k=0.1)",
+    "momentum_correction(qsgd)",
+    "top_k:k=0.25->0.1@50",
 ]
 
 

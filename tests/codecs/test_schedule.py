@@ -12,7 +12,11 @@ from isgq.core.registry import spec_of
 def test_geometric_between_fractions_and_constant_afterwards() -> None:
     codec = isgq.codec("top_k:k=0.25->0.0025@100")
     assert isinstance(codec, Scheduled)
-    assert [spec_of(codec.at(step)).split("k=")[1].split(",")[0] for step in (0, 100, 10**6)] == ["0.25", "0.0025", "0.0025"]  # noqa: E501
+    assert [spec_of(codec.at(step)).split("k=")[1].split(",")[0] for step in (0, 100, 10**6)] == [
+        "0.25",
+        "0.0025",
+        "0.0025",
+    ]
     middle = float(spec_of(codec.at(50)).split("k=")[1].split(",")[0])
     assert middle == pytest.approx(0.025)
 

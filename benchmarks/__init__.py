@@ -1,0 +1,1 @@
+"""What the codecs cost and what they lose: ``python -m benchmarks.codecs``."""

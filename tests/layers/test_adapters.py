@@ -1,0 +1,52 @@
+"""contract is bilinear and is autograd's weight gradient, for every layer case."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isgq.core.payload import Factors
+from isgq.layers import find_units
+from isgq.layers.capture import Capture, Unit
+from tests.session_cases import LAYERS, Turn
+
+
+def caught(name: str) -> tuple[nn.Module, list[tuple[Unit, Factors]]]:
+    case = LAYERS[name]
+    torch.manual_seed(0)
+    model = case.build().double()
+    units, _ = find_units(model, lambda name: False)
+    pairs: list[tuple[Unit, Factors]] = []
+    capture = Capture(units, lambda unit, factors: pairs.append((unit, factors)), lambda: None)
+    case.step(model, Turn(0, 0, lambda: torch.enable_grad(), model))  # type: ignore[arg-type, return-value]
+    capture.close()
+    return model, pairs
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_contract_is_autograds_gradient_and_bilinear(name: str) -> None:
+    _, pairs = caught(name)
+    assert pairs
+    for unit, pair in pairs:
+        assert unit.weight.grad is not None
+        parts: list[Tensor] = [unit.weight.grad.reshape(-1)]
+        if unit.bias is not None:
+            assert unit.bias.grad is not None
+            parts.append(unit.bias.grad)
+        torch.testing.assert_close(unit.flat_gradient(pair), torch.cat(parts))
+        other = torch.randn(pair.d.shape, generator=torch.Generator().manual_seed(1), dtype=pair.d.dtype)
+        torch.testing.assert_close(
+            unit.contract(pair.x, 2 * pair.d + other), 2 * unit.contract(pair.x, pair.d) + unit.contract(pair.x, other)
+        )
+        if pair.x.is_floating_point():
+            shifted = torch.randn(pair.x.shape, generator=torch.Generator().manual_seed(2), dtype=pair.x.dtype)
+            torch.testing.assert_close(
+                unit.contract(3 * pair.x + shifted, pair.d),
+                3 * unit.contract(pair.x, pair.d) + unit.contract(shifted, pair.d),
+            )
+
+
+@pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
+def test_embeddings_that_are_no_product_are_refused_with_a_reason(option: str) -> None:
+    units, reasons = find_units(nn.Embedding(4, 3, **{option: True}), lambda name: False)
+    assert not units
+    assert option in reasons["weight"]
