@@ -1,0 +1,7 @@
+"""What holds for every test."""
+
+import signal
+
+# A job started in the background inherits an ignored Ctrl-C, and so would the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
