@@ -20,9 +20,9 @@ from torch import Tensor
 
 from isgq.codecs.eus_plan import ChiSquared, Plan, usa, uwsa
 from isgq.codecs.eus_sample import SAMPLERS
-from isgq.codecs.flat import flatten
+from isgq.codecs.flat import flatten, require_codec
 from isgq.codecs.indices import decode_indices, encode_indices
-from isgq.codecs.sparse import check_amount, check_choice, check_codec, scatter, to_count
+from isgq.codecs.sparse import check_amount, check_choice, scatter, to_count
 from isgq.core.errors import CodecError
 from isgq.core.keys import Key
 from isgq.core.payload import Payload, Symbols
@@ -87,7 +87,7 @@ class EUS:
 
     def decode(self, payload: Payload) -> Tensor:
         """Rebuild the tensor; CodecError on a malformed payload."""
-        check_codec(payload, self.name)
+        require_codec(payload, self.name)
         indices = decode_indices(payload.symbols, payload.numel)
         count = indices.numel()
         if "kind" in payload.symbols:

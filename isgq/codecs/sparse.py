@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from isgq.codecs.flat import flatten
+from isgq.codecs.flat import flatten, require_codec
 from isgq.codecs.indices import decode_indices, encode_indices
 from isgq.core.errors import CodecError, OptionError
 from isgq.core.keys import Key, random_int32
@@ -167,16 +167,6 @@ def unpack_values(payload: Payload, kind: Values, count: int) -> Tensor:
     return values * payload.require_tensor("scale", 1, torch.float32).reshape(-1)
 
 
-def check_codec(payload: Payload, name: str) -> None:
-    """Refuse another codec's payload.
-
-    Raises:
-        CodecError: ``payload.codec`` is not ``name``.
-    """
-    if payload.codec != name:
-        raise CodecError(f"codec {name!r} cannot decode a payload of codec {payload.codec!r}")
-
-
 def scatter(payload: Payload, indices: Tensor, values: Tensor) -> Tensor:
     """A tensor that is zero but for some entries, of the payload's shape and dtype.
 
@@ -216,7 +206,7 @@ def _encode(name: str, x: Tensor, r: int | float, k: int | float, values: Values
 
 def _decode(name: str, payload: Payload, values: Values, factor: float = 1.0) -> Tensor:
     """Put the entries back, times a factor."""
-    check_codec(payload, name)
+    require_codec(payload, name)
     indices = decode_indices(payload.symbols, payload.numel)
     return scatter(payload, indices, unpack_values(payload, values, indices.numel()) * factor)
 
@@ -342,6 +332,6 @@ class RandomK:
         factor = size / k if self.scale and k else 1.0
         if not self.shared:
             return _decode(self.name, payload, self.values, factor)
-        check_codec(payload, self.name)
+        require_codec(payload, self.name)
         values = unpack_values(payload, self.values, k)
         return scatter(payload, random_subset(size, k, payload.digest, values.device), values * factor)
