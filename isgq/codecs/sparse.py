@@ -23,7 +23,7 @@ from torch import Tensor
 
 from isgq.codecs.flat import flatten, require_codec
 from isgq.codecs.indices import decode_indices, encode_indices
-from isgq.core.errors import CodecError, OptionError
+from isgq.core.errors import OptionError
 from isgq.core.keys import Key, random_int32
 from isgq.core.payload import Payload
 from isgq.core.registry import register_codec
