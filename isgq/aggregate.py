@@ -1,102 +1,307 @@
-"""Mean over ranks of named tensors, each compressed by a direct codec: the road without capture and reconstruction.
+"""How all ranks' records become one mean on every rank.
 
-Used by the DDP hook, by federated rounds and by sessions without factors. One header and one message a call; every
-rank decodes all messages in rank order, so every rank holds the same bits.
+:class:`Gather`, one pass: every rank gets every rank's message and averages for itself.
+
+:class:`TwoPass`, DoubleSqueeze (Tang et al., ICML 2019): a rank is the server of a shard of the gradients. It averages
+what all ranks send of its shard, compresses the mean again, with a memory of its own, and sends it to all. With one
+shard for all it is a parameter server.
+
+Both take a step in the same stations, each a collective call: :meth:`~Gather.encode` (local), :meth:`~Gather.agree`
+(fixed headers: all ranks go on or none does), :meth:`~Gather.reduce`, :meth:`~Gather.commit`. Where a step is refused,
+memory goes back to what it was. Every rank decodes the same messages in rank order, so all hold the same bits.
 """
 
-import zlib
+import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from isgq.agreement import check_headers
-from isgq.codecs.feedback import memory_of
+from isgq.codecs.feedback import Remembering, memory_of
 from isgq.core.codec import Codec
 from isgq.core.errors import CodecError, NonFiniteError
 from isgq.core.keys import Key
-from isgq.core.payload import Payload
-from isgq.core.registry import spec_of
+from isgq.core.payload import Factors
 from isgq.exchange import Exchange
+from isgq.records import Carrier, DirectCarrier, Record, scatter
 from isgq.wire import pack_message, unpack_message
 from isgq.wire.header import NO_PARAMETER, Header, Status
 
+AggregateName = Literal["gather", "two_pass", "server"]
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
-def gather_mean(
-    exchange: Exchange, codec: Codec, tensors: Mapping[str, Tensor], *, seed: int, step: int
-) -> dict[str, Tensor]:
-    """Compress every tensor, all-gather, decode, average. A collective call.
+
+@dataclass(frozen=True)
+class Step:
+    """What one step is about.
+
+    Attributes:
+        number: counts the steps; the same on every rank.
+        digest: of plan and codecs; the same on every rank.
+        seed: of all randomness; the same on every rank.
+        names: of all parameters, in the order of the headers' bitmaps.
+        used: whether each got a gradient on this rank.
+        carriers: the same on every rank.
+        gradients: this rank's, whole, by parameter name.
+    """
+
+    number: int
+    digest: int
+    seed: int
+    names: Sequence[str]
+    used: Sequence[bool]
+    carriers: Sequence[Carrier]
+    gradients: Mapping[str, Tensor]
+
+    @functools.cached_property
+    def index(self) -> Mapping[str, int]:
+        """Position of each parameter in ``names``."""
+        return {name: i for i, name in enumerate(self.names)}
+
+    def sends(self, carrier: Carrier, used: Sequence[bool]) -> bool:
+        """Whether a rank that uses these parameters has a record for the carrier."""
+        return any(used[self.index[name]] for name in carrier.names)
+
+    def key(self, name: str, rank: int) -> Key:
+        """Address of a rank's tensor in this step."""
+        return Key(name, self.seed, self.number, rank)
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What this rank has to say in a step; or, without messages, why it cannot take part.
+
+    Attributes:
+        messages: uint8 ``[n]``, one for all ranks or one for each.
+        status: whether the rank takes part.
+        parameter: index of the parameter the status is about, or NO_PARAMETER.
+        error: what happened.
+    """
+
+    messages: Sequence[Tensor] = ()
+    status: Status = Status.OK
+    parameter: int = NO_PARAMETER
+    error: Exception | None = None
+
+
+class Gather:
+    """One pass: all-gather, then every rank averages.
 
     Args:
         exchange: the transport.
-        codec: any direct codec; its memory, if it has one, is rolled back where the ranks refuse the step.
-        tensors: name -> tensor; the same names, order and shapes on every rank.
-        seed: of the codec's randomness.
-        step: number of the call; the same on every rank.
+        codec: the codec of gradients, whose memory follows the fate of each step; or None.
 
-    Returns:
-        name -> mean, in the tensor's shape, dtype and device.
-
-    Raises:
-        PeerError: some rank cannot take part; the same error on every rank.
-        MismatchError: the ranks differ in codec, names, shapes or step.
-        WireError: a message is corrupt.
-        CodecError: a message does not fit.
+    Attributes:
+        servers: how many ranks have a shard.
+        sizes: bytes of this step's records that this rank has handed over, by parameter.
+        memories: what the codecs remember, ``"up"`` and, on a server, ``"down"``.
     """
-    names = list(tensors)
-    records, failure, error = _encode(codec, tensors, seed, step, exchange.rank)
-    message = pack_message(records)[0] if failure[0] is Status.OK else torch.empty(0, dtype=torch.uint8)
-    shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
-    digest = zlib.crc32("\n".join([spec_of(codec), str(seed), *shapes]).encode())
-    mine = Header(failure[0], failure[1], step, digest, message.numel(), []).pack()
-    gathered = exchange.all_gather(mine, [mine.numel()] * exchange.world_size).wait()
-    headers = [Header.unpack(raw, 0) for raw in gathered]
-    try:
-        check_headers(headers, names)
-    except Exception as refusal:
+
+    def __init__(self, exchange: Exchange, codec: Codec | None = None) -> None:
+        self.servers, self.sizes = 1, Counter[str]()
+        self.memories: dict[str, Remembering] = {}
+        self._exchange, self._messages = exchange, 1
+        self._remember("up", codec)
+
+    def _remember(self, where: str, codec: Codec | None) -> None:
         memory = memory_of(codec)
         if memory is not None:
-            memory.rollback()
-        raise refusal from error
-    messages = exchange.all_gather(message, [header.length for header in headers]).wait()
-    return _decode(codec, tensors, messages)
+            self.memories[where] = memory
 
-
-def _encode(
-    codec: Codec, tensors: Mapping[str, Tensor], seed: int, step: int, rank: int
-) -> tuple[list[Payload], tuple[Status, int], Exception | None]:
-    records: list[Payload] = []
-    for index, (name, tensor) in enumerate(tensors.items()):
-        parameter = min(index, NO_PARAMETER)
+    def encode(self, step: Step) -> Outgoing:
+        """This rank's records of all carriers that have a gradient; never raises, the other ranks must hear of it."""
+        records: list[tuple[Carrier, Record]] = []
+        self.sizes, name = Counter(), ""
         try:
-            records.append(codec.encode(tensor.detach(), Key(name, seed, step, rank)))
+            for carrier in step.carriers:
+                name = carrier.names[0]
+                if step.sends(carrier, step.used):
+                    key = step.key(carrier.name, self._exchange.rank)
+                    records.append((carrier, carrier.encode(step.gradients, key)))
+            return self._pack(records)
         except NonFiniteError as error:
-            return [], (Status.NON_FINITE, parameter), error
-        except Exception as error:  # any failure must reach the other ranks before it is raised here
-            return [], (Status.FAILED, parameter), error
-    return records, (Status.OK, NO_PARAMETER), None
+            return Outgoing(status=Status.NON_FINITE, parameter=_index(step, name), error=error)
+        except Exception as error:
+            return Outgoing(status=Status.FAILED, parameter=_index(step, name), error=error)
+
+    def _pack(self, records: Sequence[tuple[Carrier, Record]]) -> Outgoing:
+        return Outgoing([self._message(records, copies=1)])
+
+    def _message(self, records: Sequence[tuple[Carrier, Record]], copies: int) -> Tensor:
+        """One message, of which so many copies are handed over."""
+        if not records:
+            return _NOTHING
+        message, sizes = pack_message([record for _, record in records])
+        for (carrier, _), size in zip(records, sizes, strict=True):
+            self.sizes[carrier.rows[0].name if len(carrier.names) == 1 else carrier.name] += size * copies
+        return message
+
+    def agree(self, step: Step, outgoing: Outgoing) -> list[Header]:
+        """Every rank's header, of which all are fine.
+
+        Raises:
+            PeerError: some rank cannot take part; the same error on every rank.
+            MismatchError: the ranks are at different steps or follow different plans.
+            ExchangeError: some rank is missing.
+        """
+        return self._headers(step, outgoing, self._messages, step.used)
+
+    def _headers(self, step: Step, outgoing: Outgoing, messages: int, used: Sequence[bool]) -> list[Header]:
+        lengths = [message.numel() for message in outgoing.messages] or [0] * messages
+        mine = Header(outgoing.status, outgoing.parameter, step.number, step.digest, lengths, used).pack()
+        gathered = self._exchange.all_gather(mine, [mine.numel()] * self._exchange.world_size).wait()
+        try:
+            headers = [Header.unpack(raw, len(used), messages) for raw in gathered]
+            check_headers(headers, step.names)
+        except Exception as refusal:
+            self.rollback()
+            raise refusal from outgoing.error
+        return headers
+
+    def reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
+        """The mean gradients by parameter name, in at least float32, of all that some rank has sent a record for.
+
+        Raises:
+            WireError: a message is corrupt.
+            CodecError: a message does not fit.
+        """
+        [message] = outgoing.messages
+        received = self._exchange.all_gather(message, [header.lengths[0] for header in headers]).wait()
+        return self._average(step, step.carriers, headers, received)
+
+    def _average(
+        self, step: Step, carriers: Sequence[Carrier], headers: Sequence[Header], messages: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        """Decode every rank's message about the carriers and average."""
+        decoded: dict[str, list[Factors | Tensor]] = {}
+        for rank, (message, header) in enumerate(zip(messages, headers, strict=True)):
+            sent = [carrier for carrier in carriers if step.sends(carrier, header.used)]
+            for carrier, record in zip(sent, _read(message, len(sent), rank), strict=True):
+                decoded.setdefault(carrier.name, []).append(carrier.decode(record))
+        means: dict[str, Tensor] = {}
+        for carrier in carriers:
+            if carrier.name in decoded:
+                scatter(carrier.rows, carrier.mean(decoded[carrier.name], self._exchange.world_size), means)
+        return means
+
+    def commit(self) -> None:
+        """The step was applied."""
+        for memory in self.memories.values():
+            memory.commit()
+
+    def rollback(self) -> None:
+        """The step was not applied."""
+        for memory in self.memories.values():
+            memory.rollback()
 
 
-def _decode(codec: Codec, tensors: Mapping[str, Tensor], messages: Sequence[Tensor]) -> dict[str, Tensor]:
-    totals: dict[str, Tensor] = {}
-    for rank, message in enumerate(messages):
-        records = unpack_message(message)
-        if len(records) != len(tensors):
-            raise CodecError(f"rank {rank} sent {len(records)} records for {len(tensors)} tensors")
-        for (name, tensor), record in zip(tensors.items(), records, strict=True):
-            part = decode_direct(codec, record, name, tensor)
-            totals[name] = totals[name] + part if name in totals else part
-    return {name: (total / len(messages)).to(tensors[name].dtype) for name, total in totals.items()}
+class TwoPass(Gather):
+    """Two passes: all to the servers, which average and compress again, and back to all.
+
+    The up pass moves (N-1)/N of a payload each way where the shards are equal, the down pass as much, whatever N.
+
+    Args:
+        exchange: the transport.
+        codec: see :class:`Gather`.
+        down: compresses the means; with memory, this rank's memory of its shard.
+        servers: how many ranks, from 0, have a shard.
+    """
+
+    def __init__(self, exchange: Exchange, codec: Codec | None, down: Codec, servers: int) -> None:
+        super().__init__(exchange, codec)
+        self.servers, self._down, self._messages = servers, down, exchange.world_size
+        self._remember("down", down)
+
+    def _pack(self, records: Sequence[tuple[Carrier, Record]]) -> Outgoing:
+        messages = []
+        for server in range(self._exchange.world_size):
+            mine = [each for each in records if each[0].server == server]
+            messages.append(self._message(mine, copies=int(server != self._exchange.rank)))
+        return Outgoing(messages)
+
+    def reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
+        """See :meth:`Gather.reduce`; a collective call.
+
+        Raises:
+            PeerError: a server cannot read or compress its shard; the same error on every rank.
+        """
+        rank, world_size = self._exchange.rank, self._exchange.world_size
+        lengths = [header.lengths[rank] for header in headers]
+        received = self._exchange.all_to_all(outgoing.messages, lengths).wait()
+        used = [any(flags) for flags in zip(*(header.used for header in headers), strict=True)]
+        replies = [carrier for carrier in replies_of(step.carriers, self._down) if step.sends(carrier, used)]
+        reply = self._reply(step, replies, headers, received)
+        answers = self._headers(step, reply, 1, [])
+        mine = reply.messages[0]
+        down = self._exchange.all_to_all([mine] * world_size, [answer.lengths[0] for answer in answers]).wait()
+        means: dict[str, Tensor] = {}
+        for server, message in enumerate(down):
+            served = [carrier for carrier in replies if carrier.server == server]
+            for carrier, record in zip(served, _read(message, len(served), server), strict=True):
+                scatter(carrier.rows, carrier.decode(record).reshape(-1), means)
+        return means
+
+    def _reply(
+        self,
+        step: Step,
+        replies: Sequence[DirectCarrier],
+        headers: Sequence[Header],
+        received: Sequence[Tensor],
+    ) -> Outgoing:
+        """This server's averages, compressed again; never raises, the other ranks must hear of it."""
+        rank = self._exchange.rank
+        try:
+            served = [carrier for carrier in step.carriers if carrier.server == rank]
+            means = self._average(step, served, headers, received)
+            records = [(c, c.encode(means, step.key(c.name, rank))) for c in replies if c.server == rank]
+            return Outgoing([self._message(records, copies=self._exchange.world_size - 1)])
+        except NonFiniteError as error:
+            return Outgoing(status=Status.NON_FINITE, error=error)
+        except Exception as error:
+            return Outgoing(status=Status.FAILED, error=error)
 
 
-def decode_direct(codec: Codec, record: object, name: str, like: Tensor) -> Tensor:
-    """Decode one record into at least float32, in the shape and on the device of ``like``.
+def aggregation(mode: AggregateName, exchange: Exchange, up: Codec | None, down: Codec) -> Gather:
+    """The aggregation of that name.
+
+    Args:
+        mode: ``gather``; ``two_pass``, where every rank serves a shard; or ``server``, where rank 0 serves all.
+        exchange: the transport.
+        up: the codec of gradients, or None.
+        down: the codec of means; without effect for ``gather``.
+    """
+    if mode == "gather":
+        return Gather(exchange, up)
+    return TwoPass(exchange, up, down, servers=exchange.world_size if mode == "two_pass" else 1)
+
+
+def replies_of(carriers: Sequence[Carrier], down: Codec) -> list[DirectCarrier]:
+    """Carriers of the means: the same rows as on the way up, a factored weight and its bias each by itself."""
+    replies = []
+    for carrier in carriers:
+        if isinstance(carrier, DirectCarrier):
+            replies.append(DirectCarrier(down, f"{carrier.name}/down", carrier.rows, carrier.server))
+        else:
+            replies += [DirectCarrier(down, f"{rows.label}/down", [rows], carrier.server) for rows in carrier.rows]
+    return replies
+
+
+def _read(message: Tensor, expected: int, rank: int) -> list[Record]:
+    """The records of a message; no bytes are none.
 
     Raises:
-        CodecError: the record is no payload of that shape.
+        CodecError: there are more or fewer.
     """
-    if not isinstance(record, Payload) or record.shape != tuple(like.shape):
-        raise CodecError(
-            f"{name!r} of shape {tuple(like.shape)} came as {getattr(record, 'shape', type(record).__name__)}"
-        )
-    return codec.decode(record).to(like.device, torch.promote_types(like.dtype, torch.float32))
+    records = unpack_message(message) if message.numel() else []
+    if len(records) != expected:
+        raise CodecError(f"rank {rank} sent {len(records)} records for {expected} gradients")
+    return list(records)
+
+
+def _index(step: Step, name: str) -> int:
+    """Position of a parameter in the headers."""
+    return min(step.index.get(name, NO_PARAMETER), NO_PARAMETER)

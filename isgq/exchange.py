@@ -55,6 +55,15 @@ class Exchange(Protocol):
         """
         ...
 
+    def all_to_all(self, messages: Sequence[Tensor], lengths: Sequence[int]) -> Pending[list[Tensor]]:
+        """What every rank has for this one, in rank order; this rank's message for itself does not travel.
+
+        Args:
+            messages: one for each rank: uint8 ``[n]``, CPU.
+            lengths: of what each rank sends to this one.
+        """
+        ...
+
     def all_reduce_mean(self, x: Tensor) -> Pending[Tensor]:
         """Mean over ranks of equal-shaped tensors; may overwrite x."""
         ...
@@ -74,6 +83,10 @@ class Loopback:
         """The message itself."""
         self.sent += message.numel()
         return Pending(lambda: [message])
+
+    def all_to_all(self, messages: Sequence[Tensor], lengths: Sequence[int]) -> Pending[list[Tensor]]:
+        """The message itself, which does not travel."""
+        return Pending(lambda: list(messages))
 
     def all_reduce_mean(self, x: Tensor) -> Pending[Tensor]:
         """The tensor itself."""
@@ -128,6 +141,27 @@ class TorchExchange:
         parts = [torch.empty_like(message) for _ in range(self.world_size)]
         work = self._start(lambda: dist.all_gather(parts, message, group=self._group, async_op=True))
         return Pending(lambda: self._finish(work, lambda: [part.cpu() for part in parts]))
+
+    def all_to_all(self, messages: Sequence[Tensor], lengths: Sequence[int]) -> Pending[list[Tensor]]:
+        """See :class:`Exchange`."""
+        own = messages[self.rank]
+        outgoing = [0 if to == self.rank else message.numel() for to, message in enumerate(messages)]
+        incoming = [0 if source == self.rank else length for source, length in enumerate(lengths)]
+        self.sent += sum(outgoing)
+        self.received += sum(incoming)
+        parts = [message for message, size in zip(messages, outgoing, strict=True) if size]
+        data = torch.cat(parts).to(self._device) if parts else own[:0].to(self._device)
+        result = torch.empty(sum(incoming), dtype=torch.uint8, device=self._device)
+        work = self._start(
+            lambda: dist.all_to_all_single(result, data, incoming, outgoing, group=self._group, async_op=True)
+        )
+
+        def split() -> list[Tensor]:
+            received = list(torch.split(result.cpu(), incoming))
+            received[self.rank] = own
+            return received
+
+        return Pending(lambda: self._finish(work, split))
 
     def all_reduce_mean(self, x: Tensor) -> Pending[Tensor]:
         """See :class:`Exchange`; divides before adding, so that half precision does not overflow."""

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from isgq.aggregate import gather_mean
-from isgq.codecs.feedback import memory_of
-from isgq.core.codec import Codec
-from isgq.core.errors import MismatchError, OptionError
-from isgq.core.registry import AnyCodec, codec, spec_of
+from isgq.averager import Averager
+from isgq.choice import choose_direct
+from isgq.core.errors import MismatchError
+from isgq.core.registry import AnyCodec
 from isgq.exchange import Exchange, Loopback, TorchExchange
 
 
@@ -44,11 +43,9 @@ class Federated:
     def __init__(
         self, model: nn.Module, spec: str | AnyCodec, *, exchange: Exchange | None = None, seed: int = 0
     ) -> None:
-        built = codec(spec)
-        if not isinstance(built, Codec):
-            raise OptionError(f"a model's change has no factors: use a codec of one tensor, not {spec_of(built)}")
-        self._codec, self._seed = built, seed
+        choice = choose_direct(spec, "a model's change has no factors", "tensor", "gather", None, "none")
         self.exchange = exchange or (TorchExchange() if dist.is_initialized() else Loopback())
+        self._averager = Averager(choice, seed, self.exchange)
         self.round = 0
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         with torch.no_grad():
@@ -63,38 +60,26 @@ class Federated:
             PeerError: some rank cannot take part (NaN in its change, say); the same error on every rank.
         """
         changes = {name: p.detach() - self._start[name] for name, p in self._parameters.items()}
-        means = gather_mean(self.exchange, self._codec, changes, seed=self._seed, step=self.round)
+        means = self._averager(changes, self.round)
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 self._start[name] += means[name]
                 parameter.copy_(self._start[name])
         self.round += 1
-        memory = memory_of(self._codec)
-        if memory is not None:
-            memory.commit()
+        self._averager.commit()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: round, codec, the last common model, and memory by parameter name."""
-        memory = memory_of(self._codec)
-        return {
-            "round": self.round,
-            "codec": spec_of(self._codec),
-            "start": dict(self._start),
-            "memory": memory.state_dict() if memory is not None else {},
-        }
+        return {"round": self.round, "start": dict(self._start), **self._averager.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken on this rank.
 
         Raises:
-            MismatchError: the state is of another codec or model.
+            MismatchError: the state is of another codec, seed, rank, number of ranks or model.
         """
-        if state["codec"] != spec_of(self._codec) or set(state["start"]) != set(self._start):
-            raise MismatchError(
-                f"the state was saved for another codec or model: {state['codec']}, {list(state['start'])}"
-            )
+        if set(state["start"]) != set(self._start):
+            raise MismatchError(f"the state was saved for another model, with {', '.join(state['start'])}")
+        self._averager.load_state_dict(state)
         self.round = int(state["round"])
         self._start = {name: tensor.clone() for name, tensor in state["start"].items()}
-        memory = memory_of(self._codec)
-        if memory is not None:
-            memory.load_state_dict(state["memory"])

@@ -1,18 +1,19 @@
-"""What one rank says of a parameter in one step (a *record*), and how all ranks' records make its mean gradient.
+"""What one rank says of some gradients in one step (a *record*), and how all ranks' records make their mean.
 
 Two routes travel by records. *Factors*: a pair payload; where this rank has no valid pairs (the gradient was edited, a
 convolution ran at several image sizes) the plain gradient instead, weight and riding bias in one vector; a record
-describes itself, so the other ranks need not know beforehand. *Direct*: a payload of the gradient.
+describes itself, so the other ranks need not know beforehand. *Direct*: a payload of the gradient, of some of its rows,
+or of several gradients as one vector.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from isgq.aggregate import decode_direct
 from isgq.core.codec import Codec, PairCodec
 from isgq.core.errors import CodecError, NonFiniteError
 from isgq.core.keys import Key
@@ -29,7 +30,53 @@ _CHECK_EVERY = 64  # steps between two checks that the pairs still make up the g
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 
-def names_of(unit: Unit) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a gradient: ``gradient[start:stop]``.
+
+    Attributes:
+        name: parameter name.
+        shape: of the whole gradient; one without dimensions is a single row.
+        start: first row.
+        stop: row after the last.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @staticmethod
+    def whole(name: str, shape: Sequence[int]) -> "Rows":
+        """All rows."""
+        return Rows(name, tuple(shape), 0, shape[0] if len(shape) else 1)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return (self.stop - self.start) * math.prod(self.shape[1:])
+
+    @property
+    def label(self) -> str:
+        """The parameter's name, and which rows if not all."""
+        complete = self == Rows.whole(self.name, self.shape)
+        return self.name if complete else f"{self.name}[{self.start}:{self.stop}]"
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """These rows of the whole gradient, as a view."""
+        return gradient[self.start : self.stop] if self.shape else gradient
+
+
+def scatter(rows: Sequence[Rows], flat: Tensor, means: MutableMapping[str, Tensor]) -> None:
+    """Write what :class:`Rows` hold together, one after the other in ``flat``, to whole gradients by name."""
+    for each, part in zip(rows, torch.split(flat, [each.numel for each in rows]), strict=True):
+        if each.name not in means:
+            means[each.name] = flat.new_zeros(each.shape)
+        target = each.of(means[each.name])
+        target.copy_(part.reshape(target.shape))
+
+
+def names_of(unit: Unit) -> Sequence[str]:
     """Parameter names of a unit: its weight, then its riding bias."""
     return [unit.name] if unit.bias_name is None else [unit.name, unit.bias_name]
 
@@ -39,22 +86,31 @@ class Carrier(Protocol):
 
     Attributes:
         name: addresses randomness and memory; the ledger's name.
-        names: the parameters it carries.
+        names: the parameters it carries, or some rows of them.
+        rows: what it carries.
+        server: the rank that averages it, where not every rank does so for itself.
     """
 
     name: str
-    names: list[str]
+    names: Sequence[str]
+    rows: Sequence[Rows]
+    server: int
 
-    def encode(self, key: Key) -> Record:
-        """This rank's record; NonFiniteError on NaN or Inf in what would travel."""
+    def encode(self, gradients: Mapping[str, Tensor], key: Key) -> Record:
+        """This rank's record; NonFiniteError on NaN or Inf in what would travel.
+
+        Args:
+            gradients: this rank's, whole, by parameter name.
+            key: of this carrier's name.
+        """
         ...
 
     def decode(self, record: Record) -> Factors | Tensor:
         """One rank's record; CodecError where it does not fit."""
         ...
 
-    def close(self, parts: Sequence[Factors | Tensor], world_size: int) -> None:
-        """Write the mean of all ranks' decoded records (in rank order; absent ranks count as zero) to ``p.grad``."""
+    def mean(self, parts: Sequence[Factors | Tensor], world_size: int) -> Tensor:
+        """All rows of all ranks' decoded records (in rank order; absent ranks count as zero), flat."""
         ...
 
 
@@ -66,30 +122,33 @@ class FactorCarrier:
         codec: compresses the pair.
         unit: whose gradient.
         windows: every parameter's window by name.
+        server: see :class:`Carrier`.
     """
 
     codec: PairCodec
     unit: Unit
     windows: Mapping[str, Window]
+    server: int = 0
 
     def __post_init__(self) -> None:
         self.name, self.names = self.unit.name, names_of(self.unit)
+        self.rows: Sequence[Rows] = [Rows.whole(name, self.windows[name].parameter.shape) for name in self.names]
         self._trusted = True
 
-    def local_gradient(self) -> Tensor:
+    def _flat(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """This rank's gradient as autograd made it: weight and riding bias as one flat vector."""
-        return torch.cat([self.windows[name].contribution().reshape(-1) for name in self.names])
+        return torch.cat([gradients[name].reshape(-1) for name in self.names])
 
-    def encode(self, key: Key) -> Record:
+    def encode(self, gradients: Mapping[str, Tensor], key: Key) -> Record:
         """See :class:`Carrier`."""
-        factors = self._trusted_factors(key.step)
+        factors = self._trusted_factors(gradients, key.step)
         if factors is not None:
             return self.codec.encode_pair(factors, self.unit.contract, key)
-        flat = self.local_gradient()
+        flat = self._flat(gradients)
         check_finite(flat, f"the gradient of {self.name!r}")
         return Payload(_PLAIN, tuple(flat.shape), flat.dtype, {}, {"values": flat})
 
-    def _trusted_factors(self, step: int) -> Factors | None:
+    def _trusted_factors(self, gradients: Mapping[str, Tensor], step: int) -> Factors | None:
         """All of this step's pairs as one, or None where the gradient itself must travel."""
         windows = [self.windows[name] for name in self.names]
         pairs, arrivals = windows[0].pairs, windows[0].arrivals
@@ -99,16 +158,16 @@ class FactorCarrier:
             factors = merge(pairs)
         except CodecError:  # a convolution called at several image sizes
             return None
-        if arrivals > 1 and not self._reproduces(factors):
+        if arrivals > 1 and not self._reproduces(factors, gradients):
             return None  # changed behind autograd's back between two backward passes, by way of p.grad.data
-        if step % _CHECK_EVERY == 0 and not self._reproduces(factors):
+        if step % _CHECK_EVERY == 0 and not self._reproduces(factors, gradients):
             self._trusted = False
             return None
         return factors
 
-    def _reproduces(self, factors: Factors) -> bool:
+    def _reproduces(self, factors: Factors, gradients: Mapping[str, Tensor]) -> bool:
         """Whether the factors make up autograd's gradient, or autograd's gradient holds NaN or Inf."""
-        local, product = self.local_gradient(), self.unit.flat_gradient(factors)
+        local, product = self._flat(gradients), self.unit.flat_gradient(factors)
         tolerance = _TOLERANCE.get(factors.d.dtype, 1e-3)
         error, size = torch.linalg.vector_norm(product - local), torch.linalg.vector_norm(local)
         return bool(error <= tolerance * size + 1e-30) or not bool(torch.isfinite(size))
@@ -130,20 +189,16 @@ class FactorCarrier:
         size = weight.numel() + (bias.numel() if bias is not None else 0)
         return record.require_tensor("values", size, record.dtype).to(weight.device, dtype)
 
-    def close(self, parts: Sequence[Factors | Tensor], world_size: int) -> None:
+    def mean(self, parts: Sequence[Factors | Tensor], world_size: int) -> Tensor:
         """One contraction for all pairs of one size, plus what came plainly."""
         by_size: dict[tuple[torch.Size, torch.Size], list[Factors]] = {}
         for part in parts:
             if isinstance(part, Factors):
                 by_size.setdefault((part.x.shape[1:], part.d.shape[1:]), []).append(part)
         gradients = [self.unit.flat_gradient(merge(group)) for group in by_size.values()]
-        mean = _sum([*gradients, *(part for part in parts if isinstance(part, Tensor))]) / world_size
-        split = self.unit.weight.numel()
-        self.windows[self.name].close(mean[:split])
-        if self.unit.bias_name is not None:
-            self.windows[self.unit.bias_name].close(mean[split:])
+        return _sum([*gradients, *(part for part in parts if isinstance(part, Tensor))]) / world_size
 
-    def measure(self, key: Key) -> int:
+    def measure(self, gradients: Mapping[str, Tensor], key: Key) -> int:
         """Bytes of this rank's record; REFUSED where its pairs do not make up autograd's gradient, or UNSEEN."""
         window = self.windows[self.name]
         if not any(self.windows[name].touched for name in self.names):
@@ -152,7 +207,7 @@ class FactorCarrier:
             return REFUSED
         try:
             factors = merge(window.pairs)
-            if not self._reproduces(factors):
+            if not self._reproduces(factors, gradients):
                 return REFUSED
             return max(1, pack_message([self.codec.encode_pair(factors, self.unit.contract, key)])[1][0])
         except NonFiniteError:
@@ -163,43 +218,50 @@ class FactorCarrier:
 
 @dataclass(eq=False)
 class DirectCarrier:
-    """Carries gradients of one dtype as one compressed tensor: a single one in its shape, several as one flat vector.
+    """Carries rows of one gradient, in their shape, or of several gradients as one flat vector.
 
     Attributes:
-        codec: compresses the gradient.
-        name: addresses randomness and memory.
-        windows: of the parameters it carries.
+        codec: compresses them.
+        name: see :class:`Carrier`.
+        rows: see :class:`Carrier`; of gradients of one dtype.
+        server: see :class:`Carrier`.
     """
 
     codec: Codec
     name: str
-    windows: Sequence[Window]
+    rows: Sequence[Rows]
+    server: int = 0
 
     def __post_init__(self) -> None:
-        self.names = [window.name for window in self.windows]
+        self.names: Sequence[str] = list(dict.fromkeys(rows.name for rows in self.rows))
 
-    def _gradient(self) -> Tensor:
-        parts = [window.contribution() for window in self.windows]
-        return parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what the codec sees."""
+        first = self.rows[0]
+        if len(self.rows) > 1:
+            return (sum(rows.numel for rows in self.rows),)
+        return (first.stop - first.start, *first.shape[1:]) if first.shape else ()
 
-    def encode(self, key: Key) -> Record:
+    def encode(self, gradients: Mapping[str, Tensor], key: Key) -> Record:
         """See :class:`Carrier`."""
-        return self.codec.encode(self._gradient(), key)
+        parts = [rows.of(gradients[rows.name]) for rows in self.rows]
+        return self.codec.encode(parts[0] if len(parts) == 1 else torch.cat([p.reshape(-1) for p in parts]), key)
 
     def decode(self, record: Record) -> Tensor:
-        """See :class:`Carrier`."""
-        first = self.windows[0].parameter
-        whole = sum(window.parameter.numel() for window in self.windows)
-        like = first.detach() if len(self.windows) == 1 else first.detach().new_empty(1).expand(whole)
-        return decode_direct(self.codec, record, self.name, like)
+        """See :class:`Carrier`: at least float32.
 
-    def close(self, parts: Sequence[Factors | Tensor], world_size: int) -> None:
+        Raises:
+            CodecError: the record is no payload of that shape.
+        """
+        if not isinstance(record, Payload) or record.shape != self.shape:
+            came = getattr(record, "shape", type(record).__name__)
+            raise CodecError(f"{self.name!r} of shape {self.shape} came as {came}")
+        return self.codec.decode(record).to(torch.promote_types(record.dtype, torch.float32))
+
+    def mean(self, parts: Sequence[Factors | Tensor], world_size: int) -> Tensor:
         """See :class:`Carrier`."""
-        mean = _sum([part for part in parts if isinstance(part, Tensor)]).reshape(-1) / world_size
-        for window, part in zip(
-            self.windows, torch.split(mean, [w.parameter.numel() for w in self.windows]), strict=True
-        ):
-            window.close(part)
+        return _sum([part for part in parts if isinstance(part, Tensor)]).reshape(-1) / world_size
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

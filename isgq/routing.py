@@ -10,12 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from isgq.choice import Scope
 from isgq.core.codec import Codec, PairCodec
 from isgq.core.keys import Key
 from isgq.layers.capture import Unit
 from isgq.planner import Line, Plan, decide
-from isgq.records import Carrier, DirectCarrier, FactorCarrier, names_of
-from isgq.windows import Window
+from isgq.records import Carrier, DirectCarrier, FactorCarrier, Rows, names_of
+from isgq.sharding import assign, cut, fill
+from isgq.windows import Contributions, Window
 
 
 def measure(
@@ -23,7 +25,8 @@ def measure(
 ) -> Tensor:
     """This rank's message size for every unit, int64 ``[units]``; see :meth:`FactorCarrier.measure`."""
     carriers = [FactorCarrier(codec, unit, windows) for unit in units] if codec is not None else []
-    return torch.tensor([carrier.measure(key(carrier.name)) for carrier in carriers], dtype=torch.int64)
+    gradients = Contributions(windows)
+    return torch.tensor([carrier.measure(gradients, key(carrier.name)) for carrier in carriers], dtype=torch.int64)
 
 
 def make_plan(
@@ -65,19 +68,54 @@ def make_carriers(
     units: Sequence[Unit],
     codec: PairCodec | None,
     direct: Codec | None,
-    scope: Literal["tensor", "model"],
+    scope: Scope,
     windows: Mapping[str, Window],
+    servers: int,
 ) -> list[Carrier]:
-    """One carrier per factored unit, then one per direct tensor, or one for all of a dtype."""
+    """One carrier per factored unit, then those of what ``direct`` compresses.
+
+    Args:
+        plan: the routes.
+        units: the candidates for factors.
+        codec: compresses factors.
+        direct: compresses gradients, or None.
+        scope: see :func:`direct_carriers`.
+        windows: of all trainable parameters, in their order.
+        servers: how many ranks, from 0, share the averaging; see :mod:`isgq.sharding`.
+    """
+    factored = [unit for unit in units if codec is not None and plan.route(unit.name) == "factors"]
+    sizes = [sum(windows[name].parameter.numel() for name in names_of(unit)) for unit in factored]
+    chosen = assign(sizes, servers)
     carriers: list[Carrier] = []
+    loads = [0] * servers
     if codec is not None:
-        carriers += [FactorCarrier(codec, unit, windows) for unit in units if plan.route(unit.name) == "factors"]
+        for unit, size, server in zip(factored, sizes, chosen, strict=True):
+            carriers.append(FactorCarrier(codec, unit, windows, server))
+            loads[server] += size
     if direct is not None:
         carried = {name for carrier in carriers for name in carrier.names}
-        groups: dict[str, list[Window]] = {}
-        for window in windows.values():
-            if window.name not in carried:
-                whole = f"model/{window.parameter.dtype}/{window.parameter.device.type}"
-                groups.setdefault(window.name if scope == "tensor" else whole, []).append(window)
-        carriers += [DirectCarrier(direct, name, group) for name, group in groups.items()]
+        rest = {name: window.parameter.detach() for name, window in windows.items() if name not in carried}
+        carriers += direct_carriers(direct, rest, scope, loads)
     return carriers
+
+
+def direct_carriers(
+    direct: Codec, tensors: Mapping[str, Tensor], scope: Scope, loads: Sequence[int]
+) -> list[DirectCarrier]:
+    """Carriers of gradients, cut into shards for the servers.
+
+    Args:
+        direct: compresses them.
+        tensors: like the gradients, by parameter name.
+        scope: ``"tensor"``: one carrier per gradient and server; ``"model"``: one per server for all of a dtype.
+        loads: elements that each server averages already.
+    """
+    wholes = [Rows.whole(name, tensor.shape) for name, tensor in tensors.items()]
+    groups: dict[str, list[tuple[int, Rows]]] = {}
+    for server, rows in cut(wholes, fill(loads, sum(rows.numel for rows in wholes))):
+        name = rows.label
+        if scope == "model":
+            like = tensors[rows.name]
+            name = f"model/{like.dtype}/{like.device.type}" + (f"/{server}" if len(loads) > 1 else "")
+        groups.setdefault(name, []).append((server, rows))
+    return [DirectCarrier(direct, name, [rows for _, rows in group], group[0][0]) for name, group in groups.items()]

@@ -8,32 +8,33 @@ rank holds the same bits. Parameters on the dense route share one all-reduce.
 """
 
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isgq.agreement import check_headers, check_introductions, introduce, plan_digest
+from isgq.aggregate import AggregateName, Outgoing, Step, aggregation, replies_of
+from isgq.agreement import check_introductions, introduce, plan_digest
 from isgq.backward import BackwardWatch
-from isgq.codecs.feedback import memory_of
-from isgq.codecs.roles import choose_codecs
-from isgq.core.errors import CodecError, InstrumentError, MismatchError, NonFiniteError, OptionError
-from isgq.core.keys import Key
+from isgq.choice import Choice, Scope, choose
+from isgq.codecs.roles import MemoryPolicy
+from isgq.core.errors import InstrumentError, MismatchError, NonFiniteError, OptionError
 from isgq.core.payload import Factors, check_finite
-from isgq.core.registry import AnyCodec, spec_of
+from isgq.core.registry import AnyCodec
 from isgq.exchange import Exchange, Loopback, TorchExchange
 from isgq.layers.capture import Capture, Unit, find_units
 from isgq.planner import Line, Plan
-from isgq.records import Carrier, Record
+from isgq.records import Carrier, DirectCarrier
+from isgq.resume import ResizePolicy, pick, resized
 from isgq.routing import make_carriers, make_plan, measure
 from isgq.traffic import Traffic
-from isgq.windows import Window
-from isgq.wire import pack_message, unpack_message
-from isgq.wire.header import NO_PARAMETER, Header, Status
+from isgq.windows import Contributions, Window
+from isgq.wire.header import Status
 
 RoutePolicy = Literal["auto", "factors", "dense"]
 _INSTRUMENTED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
@@ -44,7 +45,10 @@ def instrument(
     codec: str | AnyCodec = "isgq",
     *,
     dense: str | AnyCodec | None = None,
-    scope: Literal["tensor", "model"] = "tensor",
+    scope: Scope = "tensor",
+    aggregate: AggregateName = "gather",
+    down: str | AnyCodec | None = None,
+    memory: MemoryPolicy = "both",
     exchange: Exchange | None = None,
     skip: str | Collection[str] | Callable[[str], bool] = (),
     routes: RoutePolicy = "auto",
@@ -61,6 +65,11 @@ def instrument(
             gradients.
         dense: direct codec for the parameters without factors; None all-reduces their plain gradients.
         scope: whether ``dense`` compresses each tensor by itself or the whole model as one vector.
+        aggregate: ``"gather"``: every rank gets all messages; ``"two_pass"`` (DoubleSqueeze): every rank averages a
+            shard and compresses it again; ``"server"``: rank 0 averages all and compresses it again.
+        down: direct codec of the averages in two passes; None sends them as they are.
+        memory: in two passes, who remembers what a biased codec leaves out: ``"both"`` workers and servers,
+            ``"worker"`` alone, ``"none"``. With ``"gather"`` write ``error_feedback(...)``.
         exchange: the transport; by default torch.distributed if it is initialised, else a loopback.
         skip: parameters that shall travel densely: a regular expression, a collection of names or a predicate.
         routes: ``"auto"`` sends factors where they are fewer bytes, ``"factors"`` wherever there are any, ``"dense"``
@@ -77,7 +86,8 @@ def instrument(
         MismatchError: the ranks disagree on model, codec, seed or version.
         ExchangeError: a rank is missing.
     """
-    return Session(model, codec, dense, scope, exchange, _predicate(skip), routes, sync, seed, log)
+    choice = choose(codec, dense, scope, aggregate, down, memory)
+    return Session(model, choice, exchange, _predicate(skip), routes, sync, seed, log)
 
 
 def _predicate(skip: str | Collection[str] | Callable[[str], bool]) -> Callable[[str], bool]:
@@ -102,9 +112,7 @@ class Session:
     def __init__(
         self,
         model: nn.Module,
-        codec: str | AnyCodec,
-        dense: str | AnyCodec | None,
-        scope: Literal["tensor", "model"],
+        choice: Choice,
         exchange: Exchange | None,
         skip: Callable[[str], bool],
         routes: RoutePolicy,
@@ -113,27 +121,20 @@ class Session:
         log: Callable[[str], None] | None,
     ) -> None:
         _check_model(model)
-        for option, value, allowed in (
-            ("routes", routes, ("auto", "factors", "dense")),
-            ("sync", sync, ("backward", "manual")),
-            ("scope", scope, ("tensor", "model")),
-        ):
-            if value not in allowed:
-                raise OptionError(f"{option}={value!r} must be one of {', '.join(allowed)}")
-        self._codec, self._direct = choose_codecs(codec, dense)
-        routes = routes if self._codec is not None else "dense"
-        self._spec = " + ".join(spec_of(c) if c is not None else "dense" for c in (self._codec, self._direct))
-        self._memory, self._scope = memory_of(self._direct), scope
-        self._carriers: list[Carrier] = []
-        self._policy, self._sync, self._seed = routes, sync, seed
-        self._log = log
+        _check_option("routes", routes, get_args(RoutePolicy))
+        _check_option("sync", sync, ("backward", "manual"))
+        self._choice = choice
+        self._policy: RoutePolicy = routes if choice.pair is not None else "dense"
+        self._sync, self._seed, self._log = sync, seed, log
         self._exchange = exchange or (TorchExchange() if dist.is_initialized() else Loopback())
+        self._aggregate = aggregation(choice.aggregate, self._exchange, choice.direct, choice.down)
+        self._carriers: list[Carrier] = []
         self._start_bytes = (self._exchange.sent, self._exchange.received)
         self.traffic, self.plan, self.step = Traffic(), Plan(), 0
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = list(self._parameters)
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
-        self._units, self._reasons = ([], {}) if routes == "dense" else find_units(model, skip)
+        self._units, self._reasons = ([], {}) if self._policy == "dense" else find_units(model, skip)
         self._windows = {name: Window(name, p) for name, p in self._parameters.items()}
         self._agree(model)
         self._local_only = False
@@ -145,8 +146,7 @@ class Session:
     # ---- agreement before the first step
 
     def _agree(self, model: nn.Module) -> None:
-        settings = {"codec": self._spec, "routes": self._policy, "scope": self._scope}
-        settings |= {"seed": str(self._seed), "sync": self._sync}
+        settings = {**self._choice.settings, "routes": self._policy, "seed": str(self._seed), "sync": self._sync}
         settings["factored"] = ",".join(unit.name for unit in self._units)
         check_introductions(self._exchange.all_gather(introduce(model, settings)).wait())
         with torch.no_grad():
@@ -195,82 +195,68 @@ class Session:
         if planning:
             self._make_plan()
         if not self._carriers:
-            self._carriers = make_carriers(
-                self.plan, self._units, self._codec, self._direct, self._scope, self._windows
-            )
-        records, failure, error = self._encode()
+            self._carriers = self._make_carriers(self._aggregate.servers)
+        step = self._step()
+        outgoing = self._refusal() or self._aggregate.encode(step)
         try:
-            message, sizes = pack_message([record for _, record in records])
-        except CodecError as caught:
-            message, sizes = torch.empty(0, dtype=torch.uint8), []
-            failure, error = (Status.FAILED, NO_PARAMETER), caught
-        try:
-            headers = self._exchange_headers(failure, message.numel(), error)
+            headers = self._aggregate.agree(step, outgoing)
         except Exception:
             if planning:  # what a refused step has measured is worth nothing
                 self.plan, self._carriers = Plan(), []
             raise
         if planning:
             self._report()
-        received = self._exchange.all_gather(message, [header.length for header in headers])
         used = [any(header.used[i] for header in headers) for i in range(len(self._names))]
         dense = [self._windows[n] for n, u in zip(self._names, used, strict=True) if u and self._is_dense(n)]
         reduced = [(group, self._exchange.all_reduce_mean(flat)) for group, flat in self._flatten(dense)]
-        self._apply_records([h.used for h in headers], received.wait())
+        means = self._aggregate.reduce(step, outgoing, headers)
         for group, pending in reduced:
-            flat = pending.wait()
-            for window, part in zip(group, torch.split(flat, [w.parameter.numel() for w in group]), strict=True):
-                window.close(part)
+            for window, part in zip(
+                group, torch.split(pending.wait(), [w.parameter.numel() for w in group]), strict=True
+            ):
+                means[window.name] = part
+        for name, mean in means.items():
+            self._windows[name].close(mean)
         for window in self._windows.values():
             window.reset()
-        self._account(records, sizes, dense)
-        if self._memory is not None:
-            self._memory.commit()
+        self._account(self._aggregate.sizes, dense)
+        self._aggregate.commit()
         self.step += 1
+
+    def _make_carriers(self, servers: int) -> list[Carrier]:
+        pair, direct = self._choice.pair, self._choice.direct
+        return make_carriers(self.plan, self._units, pair, direct, self._choice.scope, self._windows, servers)
+
+    def _step(self) -> Step:
+        return Step(
+            self.step,
+            plan_digest(self._choice.spec, [line.route for line in self.plan.lines]),
+            self._seed,
+            self._names,
+            [self._windows[name].touched for name in self._names],
+            self._carriers,
+            Contributions(self._windows),
+        )
 
     def _is_dense(self, name: str) -> bool:
         return all(name not in carrier.names for carrier in self._carriers)
 
-    def _encode(self) -> tuple[list[tuple[Carrier, Record]], tuple[Status, int], Exception | None]:
-        """Records of all carried parameters that got a gradient here; or why this rank cannot take part."""
-        records: list[tuple[Carrier, Record]] = []
+    def _refusal(self) -> Outgoing | None:
+        """Why this rank cannot take part, as far as no carrier can tell."""
         name = ""
         try:
             self._check_parameters()
-            for carrier in self._carriers:
-                name = carrier.names[0]
-                if any(self._windows[n].touched for n in carrier.names):
-                    records.append((carrier, carrier.encode(self._key(carrier.name))))
             for name in filter(self._is_dense, self._names):
-                window = self._windows[name]
-                if window.touched:
-                    check_finite(window.contribution(), f"the gradient of {name!r}")
+                if self._windows[name].touched:
+                    check_finite(self._windows[name].contribution(), f"the gradient of {name!r}")
         except NonFiniteError as error:
-            return [], (Status.NON_FINITE, self._names.index(name)), error
-        except Exception as error:  # any failure must reach the other ranks before it is raised here
-            return [], (Status.FAILED, self._names.index(name) if name else NO_PARAMETER), error
+            return Outgoing(status=Status.NON_FINITE, parameter=self._names.index(name), error=error)
+        except InstrumentError as error:
+            return Outgoing(status=Status.FAILED, error=error)
         pairs = [pair for window in self._windows.values() for pair in window.pairs]
         if pairs and not any(pair.d.shape[0] for pair in pairs):
-            return [], (Status.EMPTY_BATCH, NO_PARAMETER), None
-        return records, (Status.OK, NO_PARAMETER), None
-
-    def _key(self, name: str) -> Key:
-        return Key(name, self._seed, self.step, self._exchange.rank)
-
-    def _exchange_headers(self, failure: tuple[Status, int], length: int, error: Exception | None) -> list[Header]:
-        status, parameter = failure
-        digest = plan_digest(self._spec, [line.route for line in self.plan.lines])
-        used = [self._windows[name].touched for name in self._names]
-        mine = Header(status, parameter, self.step, digest, length, used).pack()
-        gathered = self._exchange.all_gather(mine, [mine.numel()] * self._exchange.world_size).wait()
-        headers = [Header.unpack(raw, len(self._names)) for raw in gathered]
-        try:
-            check_headers(headers, self._names)
-        except Exception as refusal:
-            if self._memory is not None:
-                self._memory.rollback()
-            raise refusal from error
-        return headers
+            return Outgoing(status=Status.EMPTY_BATCH)
+        return None
 
     def _flatten(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], Tensor]]:
         """Dense gradients, one flat vector per dtype and device, in the order of the parameters."""
@@ -280,32 +266,14 @@ class Session:
         for group in groups.values():
             yield group, torch.cat([window.contribution().reshape(-1) for window in group])
 
-    def _apply_records(self, used: Sequence[Sequence[bool]], messages: Sequence[Tensor]) -> None:
-        """Decode every rank's records, and write each carrier's mean."""  # noqa: DOC501
-        index = {name: i for i, name in enumerate(self._names)}
-        decoded: dict[str, list[Factors | Tensor]] = {carrier.name: [] for carrier in self._carriers}
-        for rank, message in enumerate(messages):
-            sent = [c for c in self._carriers if any(used[rank][index[n]] for n in c.names)]
-            records = unpack_message(message)
-            if len(records) != len(sent):
-                raise CodecError(f"rank {rank} sent {len(records)} records for {len(sent)} parameters")
-            for carrier, record in zip(sent, records, strict=True):
-                decoded[carrier.name].append(carrier.decode(record))
-        for carrier in self._carriers:
-            if decoded[carrier.name]:
-                carrier.close(decoded[carrier.name], self._exchange.world_size)
-
-    def _account(self, records: Sequence[tuple[Carrier, Any]], sizes: Sequence[int], dense: Sequence[Window]) -> None:
+    def _account(self, sizes: Mapping[str, int], dense: Sequence[Window]) -> None:
         traffic, before = self.traffic, self.traffic.sent
         traffic.sent = self._exchange.sent - self._start_bytes[0]
         traffic.received = self._exchange.received - self._start_bytes[1]
-        attributed = 0
-        pieces = [(carrier.name, size) for (carrier, _), size in zip(records, sizes, strict=True)]
-        pieces += [(w.name, w.parameter.numel() * w.parameter.element_size()) for w in dense]
+        pieces = [*sizes.items(), *((w.name, w.parameter.numel() * w.parameter.element_size()) for w in dense)]
         for name, size in pieces:
             traffic.by_parameter[name] += size
-            attributed += size
-        traffic.overhead += traffic.sent - before - attributed
+        traffic.overhead += traffic.sent - before - sum(size for _, size in pieces)
         traffic.dense += sum(p.numel() * p.element_size() for p in self._parameters.values())
         traffic.steps += 1
 
@@ -313,16 +281,17 @@ class Session:
 
     def _make_plan(self) -> None:
         """Measure every candidate's message on this rank, share the sizes, decide alike. A collective call."""
-        sizes = measure(self._units, self._codec, self._windows, self._key)
+        rank = self._exchange.rank
+        sizes = measure(self._units, self._choice.pair, self._windows, lambda name: self._step().key(name, rank))
         shared = sizes[None]
         if self._units:
             length = sizes.numel() * sizes.element_size()
-            headers = self._exchange_headers((Status.OK, NO_PARAMETER), length, None)  # are all ranks here to plan?
-            gathered = self._exchange.all_gather(sizes.view(torch.uint8), [header.length for header in headers]).wait()
+            self._aggregate.agree(self._step(), Outgoing())  # are all ranks here to plan?
+            gathered = self._exchange.all_gather(sizes.view(torch.uint8), [length] * self._exchange.world_size).wait()
             shared = torch.stack([each.clone().view(torch.int64) for each in gathered])
         policy: Literal["auto", "factors"] = "factors" if self._policy == "factors" else "auto"
         self.plan = make_plan(
-            self._units, shared, self._windows, self._reasons, policy, direct=self._direct is not None
+            self._units, shared, self._windows, self._reasons, policy, direct=self._choice.direct is not None
         )
 
     def _report(self) -> None:
@@ -342,35 +311,53 @@ class Session:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: step number, seed, codec, plan and memory. Plain types and tensors only."""
-        lines = [vars(line) for line in self.plan.lines]
+        """This rank's state: step number, seed, codecs, plan and memories. Plain types and tensors only."""
         return {
             "step": self.step,
             "seed": self._seed,
-            "codec": self._spec,
+            "codec": self._choice.spec,
             "rank": self._exchange.rank,
-            "plan": lines,
-            "memory": self._memory.state_dict() if self._memory is not None else {},
+            "world_size": self._exchange.world_size,
+            "plan": [vars(line) for line in self.plan.lines],
+            "memory": {where: memory.state_dict() for where, memory in self._aggregate.memories.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken, bit for bit.
+    def load_state_dict(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, resize: ResizePolicy = "error"
+    ) -> None:
+        """Continue where :meth:`state_dict` was taken, bit for bit if the number of ranks is the same.
+
+        Args:
+            state: this rank's, or all ranks' in rank order.
+            resize: what to do with memories if the number of ranks is another, for which all ranks' states are needed:
+                ``"sum"`` shares them out so that nothing that was left out is lost, ``"reset"`` drops them,
+                ``"error"`` refuses. What was done is reported once.
 
         Raises:
-            MismatchError: the state is of another codec, seed, rank or model.
+            MismatchError: the state is of another codec, seed, rank, number of ranks or model.
         """
-        expected = {"seed": self._seed, "codec": self._spec, "rank": self._exchange.rank}
-        for name, value in expected.items():
-            if state[name] != value:
-                raise MismatchError(f"the state was saved with {name} = {state[name]}, this session has {value}")
-        plan = Plan(tuple(Line(**line) for line in state["plan"]))
+        states = [state] if isinstance(state, Mapping) else list(state)
+        rank, ranks = self._exchange.rank, self._exchange.world_size
+        own = pick(states, {"seed": self._seed, "codec": self._choice.spec}, rank, ranks, resize)
+        plan = Plan(tuple(Line(**line) for line in own["plan"]))
         unknown = [line.name for line in plan.lines if line.name not in self._parameters]
         if unknown:
             raise MismatchError(f"the state was saved for another model: it has {', '.join(unknown)}")
-        self.step, self.plan = int(state["step"]), plan
+        self.step, self.plan = int(own["step"]), plan
         self._carriers = []
-        if self._memory is not None:
-            self._memory.load_state_dict(state["memory"])
+        memories, report = own["memory"], ""
+        if own["world_size"] != ranks:
+            memories, report = resized(states, self._shards, rank, ranks, resize)
+        for where, memory in self._aggregate.memories.items():
+            memory.load_state_dict(memories.get(where, {}))
+        if report and rank == 0:
+            (self._log or warnings.warn)(f"isgq: {report}")
+
+    def _shards(self, ranks: int) -> dict[str, Sequence[DirectCarrier]]:
+        """What has memory where, in a session of so many ranks."""
+        carriers = self._make_carriers(ranks if self._choice.aggregate == "two_pass" else 1)
+        up = [carrier for carrier in carriers if isinstance(carrier, DirectCarrier)]
+        return {"up": up, "down": replies_of(carriers, self._choice.down)}
 
     def close(self) -> None:
         """Remove every hook; the model is as it was, ``p.grad`` stays. May be called twice."""
@@ -383,6 +370,11 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _check_option(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise OptionError(f"{name}={value!r} must be one of {', '.join(allowed)}")
 
 
 def _check_model(model: nn.Module) -> None:

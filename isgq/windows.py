@@ -6,7 +6,7 @@ whether those pairs still account for all that autograd has added: a user who ze
 between two backward passes of one window makes them worthless, and the gradient itself must travel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ class Window:
         """Put the mean over ranks in the place of this rank's contribution, and start anew."""
         grad = self.parameter.grad
         before = self.before if self.touched else (grad.detach() if grad is not None else None)
-        result = mean.to(self.parameter.dtype).reshape(self.parameter.shape)
+        result = mean.to(self.parameter.device, self.parameter.dtype).reshape(self.parameter.shape)
         result = result if before is None else before + result
         if grad is None:
             self.parameter.grad = result.clone() if result.data_ptr() == mean.data_ptr() else result
@@ -125,3 +125,19 @@ class Window:
         self.arrivals = 0
         self.before, self.edited = None, False
         self.pairs.clear()
+
+
+class Contributions(Mapping[str, Tensor]):
+    """This rank's gradients by parameter name, made when they are asked for."""
+
+    def __init__(self, windows: Mapping[str, Window]) -> None:
+        self._windows = windows
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._windows[name].contribution()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._windows)
+
+    def __len__(self) -> int:
+        return len(self._windows)

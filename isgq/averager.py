@@ -1,0 +1,86 @@
+"""Mean over ranks of named tensors, each compressed by a direct codec: the road without capture and reconstruction.
+
+Used by the hook for DistributedDataParallel and by federated rounds.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from isgq.aggregate import Step, aggregation
+from isgq.choice import Choice
+from isgq.exchange import Exchange
+from isgq.records import Carrier
+from isgq.resume import pick
+from isgq.routing import direct_carriers
+
+
+class Averager:
+    """Averages tensors over all ranks.
+
+    Args:
+        choice: with a direct codec.
+        seed: of the codecs' randomness; the same on every rank.
+        exchange: the transport.
+    """
+
+    def __init__(self, choice: Choice, seed: int, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._choice, self._seed = choice, seed
+        self._aggregate = aggregation(choice.aggregate, exchange, choice.direct, choice.down)
+        self._carriers: dict[tuple[str, ...], Sequence[Carrier]] = {}
+
+    def __call__(self, tensors: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """Compress every tensor, exchange, average. A collective call; :meth:`commit` ends a step of one or more.
+
+        Args:
+            tensors: name -> tensor; the same names, order and shapes on every rank.
+            step: number of the step; the same on every rank.
+
+        Returns:
+            name -> mean, in the tensor's shape, dtype and device.
+
+        Raises:
+            PeerError: some rank cannot take part; the same error on every rank.
+            MismatchError: the ranks differ in codec, names, shapes or step.
+            WireError: a message is corrupt.
+            CodecError: a message does not fit.
+        """
+        shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
+        digest = zlib.crc32("\n".join([self._choice.spec, str(self._seed), *shapes]).encode())
+        names = tuple(tensors)
+        if names not in self._carriers:
+            assert self._choice.direct is not None
+            loads = [0] * self._aggregate.servers
+            self._carriers[names] = direct_carriers(self._choice.direct, tensors, self._choice.scope, loads)
+        this = Step(step, digest, self._seed, names, [True] * len(names), self._carriers[names], tensors)
+        outgoing = self._aggregate.encode(this)
+        means = self._aggregate.reduce(this, outgoing, self._aggregate.agree(this, outgoing))
+        return {name: means[name].to(tensor.device, tensor.dtype) for name, tensor in tensors.items()}
+
+    def commit(self) -> None:
+        """The step was applied: nothing of it is taken back any more."""
+        self._aggregate.commit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's codecs and memories."""
+        return {
+            "seed": self._seed,
+            "codec": self._choice.spec,
+            "rank": self.exchange.rank,
+            "world_size": self.exchange.world_size,
+            "memory": {where: memory.state_dict() for where, memory in self._aggregate.memories.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken on this rank.
+
+        Raises:
+            MismatchError: the state is of another codec, seed, rank or number of ranks.
+        """
+        expected = {"seed": self._seed, "codec": self._choice.spec}
+        own = pick([state], expected, self.exchange.rank, self.exchange.world_size, "error")
+        for where, memory in self._aggregate.memories.items():
+            memory.load_state_dict(own["memory"].get(where, {}))
