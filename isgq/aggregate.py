@@ -31,8 +31,8 @@ from isgq.records import Carrier, DirectCarrier, Record, scatter
 from isgq.wire import pack_message, unpack_message
 from isgq.wire.header import NO_PARAMETER, Header, Status
 
-AggregateName = Literal["gather", "two_pass", "server"]
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+AggregateName = Literal["gather", "two_pass", "server", "async"]
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -98,19 +98,18 @@ class Gather:
     Attributes:
         servers: how many ranks have a shard.
         sizes: bytes of this step's records that this rank has handed over, by parameter.
-        memories: what the codecs remember, ``"up"`` and, on a server, ``"down"``.
     """
 
     def __init__(self, exchange: Exchange, codec: Codec | None = None) -> None:
         self.servers, self.sizes = 1, Counter[str]()
-        self.memories: dict[str, Remembering] = {}
+        self._memories: dict[str, Remembering] = {}
         self._exchange, self._messages = exchange, 1
         self._remember("up", codec)
 
     def _remember(self, where: str, codec: Codec | None) -> None:
         memory = memory_of(codec)
         if memory is not None:
-            self.memories[where] = memory
+            self._memories[where] = memory
 
     def encode(self, step: Step) -> Outgoing:
         """This rank's records of all carriers that have a gradient; never raises, the other ranks must hear of it."""
@@ -134,7 +133,7 @@ class Gather:
     def _message(self, records: Sequence[tuple[Carrier, Record]], copies: int) -> Tensor:
         """One message, of which so many copies are handed over."""
         if not records:
-            return _NOTHING
+            return NOTHING
         message, sizes = pack_message([record for _, record in records])
         for (carrier, _), size in zip(records, sizes, strict=True):
             self.sizes[carrier.rows[0].name if len(carrier.names) == 1 else carrier.name] += size * copies
@@ -180,7 +179,7 @@ class Gather:
         decoded: dict[str, list[Factors | Tensor]] = {}
         for rank, (message, header) in enumerate(zip(messages, headers, strict=True)):
             sent = [carrier for carrier in carriers if step.sends(carrier, header.used)]
-            for carrier, record in zip(sent, _read(message, len(sent), rank), strict=True):
+            for carrier, record in zip(sent, read_message(message, len(sent), rank), strict=True):
                 decoded.setdefault(carrier.name, []).append(carrier.decode(record))
         means: dict[str, Tensor] = {}
         for carrier in carriers:
@@ -190,13 +189,22 @@ class Gather:
 
     def commit(self) -> None:
         """The step was applied."""
-        for memory in self.memories.values():
+        for memory in self._memories.values():
             memory.commit()
 
     def rollback(self) -> None:
         """The step was not applied."""
-        for memory in self.memories.values():
+        for memory in self._memories.values():
             memory.rollback()
+
+    def save_memories(self) -> dict[str, dict[str, Tensor]]:
+        """This rank's memories, of codecs on the way up and down, by carrier."""
+        return {where: memory.state_dict() for where, memory in self._memories.items()}
+
+    def load_memories(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Replace them."""
+        for where, memory in self._memories.items():
+            memory.load_state_dict(saved.get(where, {}))
 
 
 class TwoPass(Gather):
@@ -241,7 +249,7 @@ class TwoPass(Gather):
         means: dict[str, Tensor] = {}
         for server, message in enumerate(down):
             served = [carrier for carrier in replies if carrier.server == server]
-            for carrier, record in zip(served, _read(message, len(served), server), strict=True):
+            for carrier, record in zip(served, read_message(message, len(served), server), strict=True):
                 scatter(carrier.rows, carrier.decode(record).reshape(-1), means)
         return means
 
@@ -269,7 +277,9 @@ def aggregation(mode: AggregateName, exchange: Exchange, up: Codec | None, down:
     """The aggregation of that name.
 
     Args:
-        mode: ``gather``; ``two_pass``, where every rank serves a shard; or ``server``, where rank 0 serves all.
+        mode: ``gather``; ``two_pass``, where every rank serves a shard; or ``server``, where rank 0 serves all. The
+            asynchronous one is in :mod:`isgq.asynchronous`. The
+            asynchronous one is in :mod:`isgq.asynchronous`.
         exchange: the transport.
         up: the codec of gradients, or None.
         down: the codec of means; without effect for ``gather``.
@@ -290,7 +300,7 @@ def replies_of(carriers: Sequence[Carrier], down: Codec) -> list[DirectCarrier]:
     return replies
 
 
-def _read(message: Tensor, expected: int, rank: int) -> list[Record]:
+def read_message(message: Tensor, expected: int, rank: int) -> list[Record]:
     """The records of a message; no bytes are none.
 
     Raises:

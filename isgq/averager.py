@@ -71,7 +71,7 @@ class Averager:
             "codec": self._choice.spec,
             "rank": self.exchange.rank,
             "world_size": self.exchange.world_size,
-            "memory": {where: memory.state_dict() for where, memory in self._aggregate.memories.items()},
+            "memory": self._aggregate.save_memories(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -82,5 +82,4 @@ class Averager:
         """
         expected = {"seed": self._seed, "codec": self._choice.spec}
         own = pick([state], expected, self.exchange.rank, self.exchange.world_size, "error")
-        for where, memory in self._aggregate.memories.items():
-            memory.load_state_dict(own["memory"].get(where, {}))
+        self._aggregate.load_memories(own["memory"])

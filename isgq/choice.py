@@ -1,9 +1,12 @@
 """Which codecs a session uses for what, from the words that a user gives."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from isgq.aggregate import AggregateName
+from isgq.codecs.feedback import memory_of
 from isgq.codecs.roles import MemoryPolicy, choose_codecs, direct_codec, remember
 from isgq.core.codec import Codec, PairCodec
 from isgq.core.errors import OptionError
@@ -22,6 +25,7 @@ class Choice:
         down: of averages; without effect in one pass.
         scope: whether gradients are compressed one by one or as one vector.
         aggregate: how the ranks' records become a mean.
+        max_staleness: of an asynchronous server; None for no bound.
     """
 
     pair: PairCodec | None
@@ -29,18 +33,44 @@ class Choice:
     down: Codec
     scope: Scope
     aggregate: AggregateName
+    max_staleness: int | None = None
 
     @property
     def settings(self) -> dict[str, str]:
         """What all ranks must have in common."""
         codecs = (spec_of(c) if c is not None else "dense" for c in (self.pair, self.direct))
         settings = {"codec": " + ".join(codecs), "scope": self.scope, "aggregate": self.aggregate}
-        return settings if self.aggregate == "gather" else settings | {"down": spec_of(self.down)}
+        if self.aggregate != "gather":
+            settings["down"] = spec_of(self.down)
+        if self.max_staleness is not None:
+            settings["max_staleness"] = str(self.max_staleness)
+        return settings
 
     @property
     def spec(self) -> str:
         """The same as one string."""
         return ", ".join(f"{name}={value}" for name, value in self.settings.items())
+
+
+def check_option(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Refuse a word that is not among the allowed ones.
+
+    Raises:
+        OptionError: it is not.
+    """
+    if value not in allowed:
+        raise OptionError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+
+
+def predicate(skip: str | Collection[str] | Callable[[str], bool]) -> Callable[[str], bool]:
+    """Tells by name which parameters are meant: by a regular expression, a collection of names, or a predicate."""
+    if isinstance(skip, str):
+        pattern = re.compile(skip)
+        return lambda name: pattern.search(name) is not None
+    if callable(skip):
+        return skip
+    names = set(skip)
+    return lambda name: name in names
 
 
 def choose(
@@ -50,6 +80,7 @@ def choose(
     aggregate: AggregateName,
     down: str | AnyCodec | None,
     memory: MemoryPolicy,
+    max_staleness: int | None = None,
 ) -> Choice:
     """Check and complete what :func:`isgq.instrument` was given.
 
@@ -57,7 +88,9 @@ def choose(
         OptionError: an unknown word, a codec in a place where it does not fit, or ``down`` without a second pass.
     """
     pair, direct = choose_codecs(spec, dense)
-    return _complete(pair, direct, scope, aggregate, down, memory)
+    if max_staleness is not None and aggregate != "async":
+        raise OptionError(f"max_staleness={max_staleness} is for aggregate='async': nothing is stale otherwise")
+    return replace(_complete(pair, direct, scope, aggregate, down, memory), max_staleness=max_staleness)
 
 
 def choose_direct(
@@ -82,6 +115,8 @@ def choose_direct(
         OptionError: as for :func:`choose`, or a codec of pairs.
     """
     built = codec(spec)
+    if aggregate == "async":
+        raise OptionError("aggregate='async' is for sessions: isgq.instrument(model, aggregate='async')")
     if not isinstance(built, Codec):
         raise OptionError(f"{what}, so it needs a codec of one tensor; {spec_of(built)} is for pairs of factors")
     return _complete(None, built, scope, aggregate, down, memory)
@@ -95,17 +130,19 @@ def _complete(
     down: str | AnyCodec | None,
     memory: MemoryPolicy,
 ) -> Choice:
-    for name, value, allowed in (
-        ("scope", scope, get_args(Scope)),
-        ("aggregate", aggregate, get_args(AggregateName)),
-        ("memory", memory, get_args(MemoryPolicy)),
-    ):
-        if value not in allowed:
-            raise OptionError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+    check_option("scope", scope, get_args(Scope))
+    check_option("aggregate", aggregate, get_args(AggregateName))
+    check_option("memory", memory, get_args(MemoryPolicy))
     below = direct_codec(down, "down")
     if aggregate == "gather":
         if down is not None:
-            raise OptionError("down= compresses the averages of two passes: choose aggregate='two_pass' or 'server'")
+            raise OptionError("down= compresses what servers send: choose aggregate='two_pass', 'server' or 'async'")
         return Choice(pair, direct, below, scope, aggregate)
+    if aggregate == "async":
+        if memory_of(below) is not None:
+            raise OptionError(
+                "an asynchronous server needs no memory: what a reply leaves out is in the next difference"
+            )
+        memory = "worker" if memory == "both" else memory
     above, below = remember(direct if direct is not None else direct_codec(None, "dense"), below, memory)
     return Choice(pair, above, below, scope, aggregate)

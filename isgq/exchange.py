@@ -5,7 +5,9 @@ this door: ``sent`` grows by this rank's message once (a ring or a tree may forw
 what arrives from the other ranks. Padding and length exchanges count.
 """
 
+import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor
 from isgq.core.errors import ExchangeError
 
 _T = TypeVar("_T")
+_COUNTING = threading.Lock()  # a server uses its channels from several threads
+_LONGEST = 1 << 32  # bytes of a message, as in its header
 
 
 class Pending(Generic[_T]):
@@ -64,6 +68,10 @@ class Exchange(Protocol):
         """
         ...
 
+    def star(self) -> dict[int, "Channel"]:
+        """Channels between rank 0 and each other rank: all of them on rank 0, the one to rank 0 elsewhere."""
+        ...
+
     def all_reduce_mean(self, x: Tensor) -> Pending[Tensor]:
         """Mean over ranks of equal-shaped tensors; may overwrite x."""
         ...
@@ -87,6 +95,17 @@ class Loopback:
     def all_to_all(self, messages: Sequence[Tensor], lengths: Sequence[int]) -> Pending[list[Tensor]]:
         """The message itself, which does not travel."""
         return Pending(lambda: list(messages))
+
+    def star(self) -> dict[int, "Channel"]:
+        """Refuse.
+
+        Raises:
+            ExchangeError: always.
+        """
+        raise ExchangeError(
+            "asynchronous training takes a server and at least one worker: start 2 processes or more with "
+            "torch.distributed"
+        )
 
     def all_reduce_mean(self, x: Tensor) -> Pending[Tensor]:
         """The tensor itself."""
@@ -163,6 +182,17 @@ class TorchExchange:
 
         return Pending(lambda: self._finish(work, split))
 
+    def star(self) -> dict[int, "Channel"]:
+        """See :class:`Exchange`; a process group for each pair, so that one that breaks leaves the others whole."""
+        if self.world_size < 2:
+            return Loopback().star()
+        members = [dist.get_global_rank(self._group, r) if self._group else r for r in range(self.world_size)]
+        timeout = _timeout(self._group)
+        groups = {r: dist.new_group([members[0], members[r]], timeout, "gloo") for r in range(1, self.world_size)}
+        if self.rank:
+            return {0: Channel(self, groups[self.rank], members[0], 0)}
+        return {rank: Channel(self, group, members[rank], rank) for rank, group in groups.items()}
+
     def all_reduce_mean(self, x: Tensor) -> Pending[Tensor]:
         """See :class:`Exchange`; divides before adding, so that half precision does not overflow."""
         self.sent += x.numel() * x.element_size()
@@ -206,3 +236,65 @@ class TorchExchange:
             f"rank {self.rank} of {self.world_size}: a collective failed; some rank is dead, stuck or did not take "
             f"part in this step within the group's timeout ({error})"
         )
+
+
+def _timeout(group: dist.ProcessGroup | None) -> timedelta:
+    """How long the group waits for a missing rank."""
+    found = group if group is not None else dist.group.WORLD
+    assert found is not None
+    backend = found._get_backend(torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu"))
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
+class Channel:
+    """Messages between two ranks, each preceded by its length in 8 bytes.
+
+    Args:
+        exchange: counts the bytes.
+        group: of these two ranks alone.
+        peer: the other one, as torch.distributed numbers it.
+        rank: the other one, for errors.
+    """
+
+    def __init__(self, exchange: TorchExchange, group: dist.ProcessGroup, peer: int, rank: int) -> None:
+        self._exchange, self._group, self._peer, self._rank = exchange, group, peer, rank
+
+    def send(self, message: Tensor) -> None:
+        """Hand over uint8 ``[n]``.
+
+        Raises:
+            ExchangeError: the other rank is gone.
+        """
+        try:
+            for data in (torch.tensor([message.numel()]).view(torch.uint8), message.contiguous()):
+                dist.send(data, self._peer, group=self._group)
+                with _COUNTING:
+                    self._exchange.sent += data.numel()
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def receive(self) -> Tensor:
+        """Wait for uint8 ``[n]``.
+
+        Raises:
+            ExchangeError: the other rank is gone, sends nothing within the group's timeout, or no sensible length.
+        """
+        try:
+            size = torch.empty(8, dtype=torch.uint8)
+            dist.recv(size, self._peer, group=self._group)
+            length = int(size.view(torch.int64))
+            if not 0 < length < _LONGEST:
+                raise self._failure(f"it announces a message of {length} bytes")
+            message = torch.empty(length, dtype=torch.uint8)
+            dist.recv(message, self._peer, group=self._group)
+        except ExchangeError:
+            raise
+        except RuntimeError as error:
+            raise self._failure(error) from error
+        with _COUNTING:
+            self._exchange.received += 8 + length
+        return message
+
+    def _failure(self, error: RuntimeError | str) -> ExchangeError:
+        return ExchangeError(f"rank {self._rank} is gone, or silent for longer than the group's timeout ({error})")

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -58,6 +58,7 @@ def launch(
     backend: str = "gloo",
     timeout: float = 60.0,
     threads: int = 1,
+    may_fail: Collection[int] = (),
 ) -> list[_T]:
     """Run ``fn(*args)`` on every rank.
 
@@ -68,9 +69,11 @@ def launch(
         backend: of torch.distributed.
         timeout: seconds that a collective waits for a missing rank.
         threads: torch threads of each rank.
+        may_fail: ranks that the others can do without.
 
     Returns:
-        Every rank's result, which must be picklable, in rank order.
+        Every rank's result, which must be picklable, in rank order; a :class:`RankError` in the place of the result of
+        a rank that failed and may.
 
     Raises:
         OptionError: world_size, timeout or threads is not positive.
@@ -103,7 +106,7 @@ def launch(
                 for process, (_, pipe) in zip(ranks, pipes, strict=True):
                     process.start()
                     pipe.close()  # the rank has a copy; with this one open, its death would go unseen
-            results = _collect(ranks, [receiver for receiver, _ in pipes])
+            results = _collect(ranks, [receiver for receiver, _ in pipes], may_fail)
             for process in ranks:
                 process.join(_GRACE)
             return results
@@ -159,7 +162,7 @@ def _follow_parent() -> None:
     os._exit(1)
 
 
-def _collect(ranks: Sequence[BaseProcess], pipes: Sequence[Connection]) -> list[Any]:
+def _collect(ranks: Sequence[BaseProcess], pipes: Sequence[Connection], may_fail: Collection[int]) -> list[Any]:
     """Wait for all results, or for the first failure and what follows within a moment.
 
     Raises:
@@ -179,6 +182,8 @@ def _collect(ranks: Sequence[BaseProcess], pipes: Sequence[Connection]) -> list[
             good, content = _receive(rank, ranks[rank], pipe)
             if good:
                 results[rank] = content
+            elif rank in may_fail:
+                results[rank] = _rank_error([content], len(ranks))
             else:
                 failures.append(content)
         if failures:

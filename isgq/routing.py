@@ -10,9 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from isgq.choice import Scope
+from isgq.aggregate import Gather, Outgoing, Step
+from isgq.choice import Choice, Scope
 from isgq.core.codec import Codec, PairCodec
 from isgq.core.keys import Key
+from isgq.exchange import Exchange
 from isgq.layers.capture import Unit
 from isgq.planner import Line, Plan, decide
 from isgq.records import Carrier, DirectCarrier, FactorCarrier, Rows, names_of
@@ -27,6 +29,36 @@ def measure(
     carriers = [FactorCarrier(codec, unit, windows) for unit in units] if codec is not None else []
     gradients = Contributions(windows)
     return torch.tensor([carrier.measure(gradients, key(carrier.name)) for carrier in carriers], dtype=torch.int64)
+
+
+def plan_together(
+    exchange: Exchange,
+    step: Step,
+    units: Sequence[Unit],
+    choice: Choice,
+    windows: Mapping[str, Window],
+    reasons: Mapping[str, str],
+    policy: Literal["auto", "factors"],
+) -> Plan:
+    """Measure every candidate's message on this rank, share the sizes, decide alike. A collective call.
+
+    Args:
+        exchange: the transport.
+        step: addresses the measured messages.
+        units: the candidates for factors.
+        choice: the codecs.
+        windows: see :func:`make_plan`.
+        reasons: see :func:`make_plan`.
+        policy: see :func:`make_plan`.
+    """
+    sizes = measure(units, choice.pair, windows, lambda name: step.key(name, exchange.rank))
+    shared = sizes[None]
+    if units:
+        length = sizes.numel() * sizes.element_size()
+        Gather(exchange).agree(step, Outgoing())  # are all ranks here to plan?
+        gathered = exchange.all_gather(sizes.view(torch.uint8), [length] * exchange.world_size).wait()
+        shared = torch.stack([each.clone().view(torch.int64) for each in gathered])
+    return make_plan(units, shared, windows, reasons, policy, direct=choice.direct is not None)
 
 
 def make_plan(

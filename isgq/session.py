@@ -7,37 +7,36 @@ a fixed header (:mod:`isgq.wire.header`), then their messages; every rank decode
 rank holds the same bits. Parameters on the dense route share one all-reduce.
 """
 
-import re
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from isgq.aggregate import AggregateName, Outgoing, Step, aggregation, replies_of
+from isgq.aggregate import AggregateName, Gather, Outgoing, Step, aggregation, replies_of
 from isgq.agreement import check_introductions, introduce, plan_digest
+from isgq.asynchronous import SERVER, Server, Service, Worker, check_bound
 from isgq.backward import BackwardWatch
-from isgq.choice import Choice, Scope, choose
+from isgq.choice import Choice, Scope, check_option, choose, predicate
 from isgq.codecs.roles import MemoryPolicy
-from isgq.core.errors import InstrumentError, MismatchError, NonFiniteError, OptionError
+from isgq.core.errors import InstrumentError, MismatchError, NonFiniteError
 from isgq.core.payload import Factors, check_finite
 from isgq.core.registry import AnyCodec
-from isgq.exchange import Exchange, Loopback, TorchExchange
+from isgq.exchange import Channel, Exchange, Loopback, TorchExchange
+from isgq.instrumented import check_free, occupy, release
 from isgq.layers.capture import Capture, Unit, find_units
 from isgq.planner import Line, Plan
 from isgq.records import Carrier, DirectCarrier
 from isgq.resume import ResizePolicy, pick, resized
-from isgq.routing import make_carriers, make_plan, measure
+from isgq.routing import make_carriers, plan_together
 from isgq.traffic import Traffic
-from isgq.windows import Contributions, Window
+from isgq.windows import Contributions, Window, flat_gradients
 from isgq.wire.header import Status
 
 RoutePolicy = Literal["auto", "factors", "dense"]
-_INSTRUMENTED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def instrument(
@@ -49,6 +48,7 @@ def instrument(
     aggregate: AggregateName = "gather",
     down: str | AnyCodec | None = None,
     memory: MemoryPolicy = "both",
+    max_staleness: int | None = None,
     exchange: Exchange | None = None,
     skip: str | Collection[str] | Callable[[str], bool] = (),
     routes: RoutePolicy = "auto",
@@ -66,10 +66,13 @@ def instrument(
         dense: direct codec for the parameters without factors; None all-reduces their plain gradients.
         scope: whether ``dense`` compresses each tensor by itself or the whole model as one vector.
         aggregate: ``"gather"``: every rank gets all messages; ``"two_pass"`` (DoubleSqueeze): every rank averages a
-            shard and compresses it again; ``"server"``: rank 0 averages all and compresses it again.
+            shard and compresses it again; ``"server"``: rank 0 averages all and compresses it again; ``"async"``: rank
+            0 does nothing but :meth:`Session.serve` the others as they come.
         down: direct codec of the averages in two passes; None sends them as they are.
         memory: in two passes, who remembers what a biased codec leaves out: ``"both"`` workers and servers,
             ``"worker"`` alone, ``"none"``. With ``"gather"`` write ``error_feedback(...)``.
+        max_staleness: with ``"async"``, after how many updates a gradient is too old; fast workers wait for slow ones
+            instead. None for no bound.
         exchange: the transport; by default torch.distributed if it is initialised, else a loopback.
         skip: parameters that shall travel densely: a regular expression, a collection of names or a predicate.
         routes: ``"auto"`` sends factors where they are fewer bytes, ``"factors"`` wherever there are any, ``"dense"``
@@ -86,18 +89,8 @@ def instrument(
         MismatchError: the ranks disagree on model, codec, seed or version.
         ExchangeError: a rank is missing.
     """
-    choice = choose(codec, dense, scope, aggregate, down, memory)
-    return Session(model, choice, exchange, _predicate(skip), routes, sync, seed, log)
-
-
-def _predicate(skip: str | Collection[str] | Callable[[str], bool]) -> Callable[[str], bool]:
-    if isinstance(skip, str):
-        pattern = re.compile(skip)
-        return lambda name: pattern.search(name) is not None
-    if callable(skip):
-        return skip
-    names = set(skip)
-    return lambda name: name in names
+    choice = choose(codec, dense, scope, aggregate, down, memory, max_staleness)
+    return Session(model, choice, exchange, predicate(skip), routes, sync, seed, log)
 
 
 class Session:
@@ -120,14 +113,13 @@ class Session:
         seed: int,
         log: Callable[[str], None] | None,
     ) -> None:
-        _check_model(model)
-        _check_option("routes", routes, get_args(RoutePolicy))
-        _check_option("sync", sync, ("backward", "manual"))
+        check_free(model)
+        check_option("routes", routes, get_args(RoutePolicy))
+        check_option("sync", sync, ("backward", "manual"))
         self._choice = choice
         self._policy: RoutePolicy = routes if choice.pair is not None else "dense"
         self._sync, self._seed, self._log = sync, seed, log
         self._exchange = exchange or (TorchExchange() if dist.is_initialized() else Loopback())
-        self._aggregate = aggregation(choice.aggregate, self._exchange, choice.direct, choice.down)
         self._carriers: list[Carrier] = []
         self._start_bytes = (self._exchange.sent, self._exchange.received)
         self.traffic, self.plan, self.step = Traffic(), Plan(), 0
@@ -137,11 +129,28 @@ class Session:
         self._units, self._reasons = ([], {}) if self._policy == "dense" else find_units(model, skip)
         self._windows = {name: Window(name, p) for name, p in self._parameters.items()}
         self._agree(model)
+        self._channels: Mapping[int, Channel] = {}
+        if choice.aggregate == "async":
+            check_bound(choice.max_staleness, self._exchange.world_size - 1)
+            self._channels = self._exchange.star()
+        self._aggregate = self._make_aggregate()
         self._local_only = False
         self._backward = BackwardWatch(model, self._windows.values(), self._backward_ended)
         self._capture = Capture(self._units, self._caught, self._backward.forward_begins)
-        self._modules = weakref.WeakSet(model.modules())
-        _INSTRUMENTED.update(self._modules)
+        self._modules = occupy(model)
+
+    def _make_aggregate(self) -> Gather:
+        choice = self._choice
+        if choice.aggregate != "async":
+            return aggregation(choice.aggregate, self._exchange, choice.direct, choice.down)
+        if self.serves:
+            return Gather(self._exchange)
+        return Worker(self._exchange, self._channels[SERVER], choice.direct, choice.down, self._parameters)
+
+    @property
+    def serves(self) -> bool:
+        """Whether this rank has to :meth:`serve` and not to train."""
+        return self._choice.aggregate == "async" and self._exchange.rank == SERVER
 
     # ---- agreement before the first step
 
@@ -187,8 +196,8 @@ class Session:
             MismatchError: the ranks are at different steps or follow different plans.
             ExchangeError: some rank is missing.
         """
-        if self._backward.closed:
-            raise InstrumentError("the session is closed")
+        if self._backward.closed or self.serves:
+            raise InstrumentError("the session is closed" if self._backward.closed else "a server serves, see serve()")
         for window in self._windows.values():
             window.check_edits()
         planning = not self.plan.lines
@@ -208,7 +217,7 @@ class Session:
             self._report()
         used = [any(header.used[i] for header in headers) for i in range(len(self._names))]
         dense = [self._windows[n] for n, u in zip(self._names, used, strict=True) if u and self._is_dense(n)]
-        reduced = [(group, self._exchange.all_reduce_mean(flat)) for group, flat in self._flatten(dense)]
+        reduced = [(group, self._exchange.all_reduce_mean(flat)) for group, flat in flat_gradients(dense)]
         means = self._aggregate.reduce(step, outgoing, headers)
         for group, pending in reduced:
             for window, part in zip(
@@ -258,40 +267,19 @@ class Session:
             return Outgoing(status=Status.EMPTY_BATCH)
         return None
 
-    def _flatten(self, windows: Sequence[Window]) -> Iterator[tuple[list[Window], Tensor]]:
-        """Dense gradients, one flat vector per dtype and device, in the order of the parameters."""
-        groups: dict[tuple[torch.dtype, torch.device], list[Window]] = {}
-        for window in windows:
-            groups.setdefault((window.parameter.dtype, window.parameter.device), []).append(window)
-        for group in groups.values():
-            yield group, torch.cat([window.contribution().reshape(-1) for window in group])
-
     def _account(self, sizes: Mapping[str, int], dense: Sequence[Window]) -> None:
-        traffic, before = self.traffic, self.traffic.sent
-        traffic.sent = self._exchange.sent - self._start_bytes[0]
-        traffic.received = self._exchange.received - self._start_bytes[1]
+        sent, received = self._exchange.sent - self._start_bytes[0], self._exchange.received - self._start_bytes[1]
         pieces = [*sizes.items(), *((w.name, w.parameter.numel() * w.parameter.element_size()) for w in dense)]
-        for name, size in pieces:
-            traffic.by_parameter[name] += size
-        traffic.overhead += traffic.sent - before - sum(size for _, size in pieces)
-        traffic.dense += sum(p.numel() * p.element_size() for p in self._parameters.values())
-        traffic.steps += 1
+        whole = sum(p.numel() * p.element_size() for p in self._parameters.values())
+        self.traffic.record(sent, received, pieces, whole)
 
     # ---- the plan
 
     def _make_plan(self) -> None:
-        """Measure every candidate's message on this rank, share the sizes, decide alike. A collective call."""
-        rank = self._exchange.rank
-        sizes = measure(self._units, self._choice.pair, self._windows, lambda name: self._step().key(name, rank))
-        shared = sizes[None]
-        if self._units:
-            length = sizes.numel() * sizes.element_size()
-            self._aggregate.agree(self._step(), Outgoing())  # are all ranks here to plan?
-            gathered = self._exchange.all_gather(sizes.view(torch.uint8), [length] * self._exchange.world_size).wait()
-            shared = torch.stack([each.clone().view(torch.int64) for each in gathered])
+        """Decide on all routes, the same on every rank. A collective call."""
         policy: Literal["auto", "factors"] = "factors" if self._policy == "factors" else "auto"
-        self.plan = make_plan(
-            self._units, shared, self._windows, self._reasons, policy, direct=self._choice.direct is not None
+        self.plan = plan_together(
+            self._exchange, self._step(), self._units, self._choice, self._windows, self._reasons, policy
         )
 
     def _report(self) -> None:
@@ -299,6 +287,36 @@ class Session:
         for line in self.plan.lines:
             if line.route == "dense" and self._log is not None and self._exchange.rank == 0:
                 self._log(f"isgq: {line.name} travels densely: {line.reason}")
+
+    # ---- an asynchronous server
+
+    def serve(
+        self, optimizer: torch.optim.Optimizer, on_update: Callable[[int], None] = lambda updates: None
+    ) -> Service:
+        """Apply the workers' gradients as they come, until every worker is done or lost; see :mod:`isgq.asynchronous`.
+
+        The model becomes float32 if it was not.
+
+        Args:
+            optimizer: of this rank's model; steps once per gradient.
+            on_update: called with the number of updates after each: for learning rates, evaluation and the like.
+
+        Raises:
+            InstrumentError: this rank is no server.
+            PeerError: all workers are lost.
+        """
+        if not self.serves:
+            raise InstrumentError("serve() is for rank 0 of a session with aggregate='async'")
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+        if not self.plan.lines:
+            self._make_plan()
+            self._report()
+        self._carriers = self._make_carriers(1)
+        log = self._log or warnings.warn
+        bound = self._choice.max_staleness
+        server = Server(self._step(), self._choice.down, self._parameters, self._channels, bound, log)
+        return server.run(optimizer, on_update)
 
     # ---- state and end
 
@@ -319,7 +337,7 @@ class Session:
             "rank": self._exchange.rank,
             "world_size": self._exchange.world_size,
             "plan": [vars(line) for line in self.plan.lines],
-            "memory": {where: memory.state_dict() for where, memory in self._aggregate.memories.items()},
+            "memory": self._aggregate.save_memories(),
         }
 
     def load_state_dict(
@@ -345,13 +363,12 @@ class Session:
             raise MismatchError(f"the state was saved for another model: it has {', '.join(unknown)}")
         self.step, self.plan = int(own["step"]), plan
         self._carriers = []
-        memories, report = own["memory"], ""
+        memories = own["memory"]
         if own["world_size"] != ranks:
             memories, report = resized(states, self._shards, rank, ranks, resize)
-        for where, memory in self._aggregate.memories.items():
-            memory.load_state_dict(memories.get(where, {}))
-        if report and rank == 0:
-            (self._log or warnings.warn)(f"isgq: {report}")
+            if rank == 0:
+                (self._log or warnings.warn)(f"isgq: {report}")
+        self._aggregate.load_memories(memories)
 
     def _shards(self, ranks: int) -> dict[str, Sequence[DirectCarrier]]:
         """What has memory where, in a session of so many ranks."""
@@ -359,31 +376,20 @@ class Session:
         up = [carrier for carrier in carriers if isinstance(carrier, DirectCarrier)]
         return {"up": up, "down": replies_of(carriers, self._choice.down)}
 
-    def close(self) -> None:
-        """Remove every hook; the model is as it was, ``p.grad`` stays. May be called twice."""
+    def close(self, failed: bool = False) -> None:
+        """Remove every hook; the model is as it was, ``p.grad`` stays. May be called twice.
+
+        Args:
+            failed: whether an asynchronous worker ends before it is done, which its server reports.
+        """
+        if isinstance(self._aggregate, Worker) and not self._backward.closed:
+            self._aggregate.leave(self._step(), failed)
         self._capture.close()
         self._backward.close()
-        _INSTRUMENTED.difference_update(self._modules)
+        release(self._modules)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-def _check_option(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise OptionError(f"{name}={value!r} must be one of {', '.join(allowed)}")
-
-
-def _check_model(model: nn.Module) -> None:
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise InstrumentError(
-            f"{type(model).__name__} already handles gradients: instrument the module it wraps (model.module) instead, "
-            "without the wrapper"
-        )
-    if any(module in _INSTRUMENTED for module in model.modules()):
-        raise InstrumentError("the model, its part or its whole is instrumented already: close() that session first")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise InstrumentError("the model has no trainable parameter")
+        self.close(failed=exception[0] is not None)

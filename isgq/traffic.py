@@ -1,6 +1,7 @@
 """The ledger: every byte handed to the exchange, by parameter, beside what dense fp32 gradients would cost."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -25,6 +26,23 @@ class Traffic:
     by_parameter: Counter[str] = field(default_factory=Counter)
     overhead: int = 0
     dense: int = 0
+
+    def record(self, sent: int, received: int, pieces: Iterable[tuple[str, int]], dense: int) -> None:
+        """Count a step.
+
+        Args:
+            sent: bytes sent in all, by now.
+            received: bytes received in all, by now.
+            pieces: this step's bytes by parameter; the rest is overhead.
+            dense: bytes of this step's plain gradients.
+        """
+        self.overhead += sent - self.sent
+        for name, size in pieces:
+            self.by_parameter[name] += size
+            self.overhead -= size
+        self.sent, self.received = sent, received
+        self.dense += dense
+        self.steps += 1
 
     @property
     def sent_per_step(self) -> float:

@@ -6,9 +6,10 @@ whether those pairs still account for all that autograd has added: a user who ze
 between two backward passes of one window makes them worthless, and the gradient itself must travel.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -141,3 +142,12 @@ class Contributions(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._windows)
+
+
+def flat_gradients(windows: Sequence[Window]) -> Iterator[tuple[list[Window], Tensor]]:
+    """This rank's gradients as one flat vector per dtype and device, in the order of the windows."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Window]] = {}
+    for window in windows:
+        groups.setdefault((window.parameter.dtype, window.parameter.device), []).append(window)
+    for group in groups.values():
+        yield group, torch.cat([window.contribution().reshape(-1) for window in group])

@@ -31,12 +31,13 @@ def header_size(parameters: int, messages: int = 1) -> int:
 
 
 class Status(enum.IntEnum):
-    """Why a rank can or cannot take part in a step."""
+    """Whether a rank takes part in a step, and if not, why; DONE is for a worker that needs the server no more."""
 
     OK = 0
     NON_FINITE = 1
     EMPTY_BATCH = 2
     FAILED = 3
+    DONE = 4
 
 
 @dataclass(frozen=True)
