@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,7 @@ import data
 import isgq
 import models
 from analysis.runs import Summary, append_metrics, plot, save_summary, table, trim_metrics
+from isgq.choice import choose
 from isgq.core.errors import NonFiniteError, OptionError
 from isgq.core.keys import random_int32
 from isgq.launch import launch
@@ -49,6 +50,15 @@ class Config:
     uncompressed baseline"""
     dense: str | None = None
     """codec for the parameters whose gradients have no factors; plain all-reduce if not given"""
+    aggregate: Literal["gather", "two_pass", "server", "async"] = "gather"
+    """who averages: every worker for itself, each worker a shard (DoubleSqueeze), the first worker all, or a further
+    process that serves the workers as they come, each gradient with lr / workers"""
+    down: str | None = None
+    """codec of the averages, or of what an asynchronous server replies; plain if not given"""
+    memory: Literal["both", "worker", "none"] = "both"
+    """who remembers what biased codecs leave out, unless --aggregate is gather: workers and servers, workers, nobody"""
+    max_staleness: int | None = None
+    """how many updates old an asynchronous gradient may get before fast workers have to wait"""
     routes: Literal["auto", "factors", "dense"] = "auto"
     """auto sends factors where they are fewer bytes, factors wherever there are any"""
     model: str = "fc"
@@ -102,11 +112,19 @@ class Run:
     codec: str
     workers: int
     batch: int
+    aggregate: str = "gather"
+    down: str = "dense"
 
     @property
     def name(self) -> str:
         """Names its files and its lines in the metrics."""
-        return f"{re.sub(r'[^A-Za-z0-9._=]+', '-', self.codec).strip('-')}-{self.workers}x{self.batch}"
+        passes = "" if self.aggregate == "gather" else f"-{self.aggregate}-{self.down}"
+        return f"{re.sub(r'[^A-Za-z0-9._=]+', '-', self.codec + passes).strip('-')}-{self.workers}x{self.batch}"
+
+    @property
+    def processes(self) -> int:
+        """An asynchronous server is a further process."""
+        return self.workers + (self.aggregate == "async")
 
 
 def train(config: Config, run: Run) -> Summary:
@@ -115,20 +133,22 @@ def train(config: Config, run: Run) -> Summary:
     Raises:
         NonFiniteError: the loss is not finite any more.
     """
+    if run.aggregate == "async":
+        return train_asynchronously(config, run)
     rank, checkpoint = dist.get_rank(), config.out / f"{run.name}.pt"
     dataset = data.load(config.data, seed=config.seed)
     dataset = dataset.standardized() if config.standardize else dataset
     model = models.build(config.model, classes=dataset.classes, in_shape=dataset.in_shape, seed=config.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum)
     steps = len(dataset.train_y) // (run.batch * run.workers)  # an epoch; what is left over is dropped
-    with isgq.instrument(model, run.codec, dense=config.dense, routes=config.routes, seed=config.seed) as session:
+    with instrument(model, config, run) as session:
         first, spent = 0, torch.zeros(4, dtype=torch.float64)
         if config.resume and checkpoint.exists():
             first, spent = restore(checkpoint, model, optimizer, session)
         before, seconds = spent.clone(), 0.0
         if rank == 0:
             trim_metrics(config.out, run.name, first)
-        test_loss, accuracy = evaluate(model, dataset)
+        test_loss, accuracy = evaluate(model, dataset, rank, run.workers)
         tqdm.set_lock(threading.RLock())  # its own is a system semaphore, which outlives a rank that is ended
         bar = tqdm(total=config.epochs * steps, initial=first * steps, desc=run.name, unit="step", disable=rank > 0)
         for epoch in range(first, config.epochs):
@@ -143,9 +163,9 @@ def train(config: Config, run: Run) -> Summary:
                 bar.update()
             seconds += time.perf_counter() - started
             [train_loss] = mean_over_workers(losses / steps)
-            test_loss, accuracy = evaluate(model, dataset)
+            test_loss, accuracy = evaluate(model, dataset, rank, run.workers)
             if not math.isfinite(train_loss + test_loss):
-                raise NonFiniteError(f"the loss is not finite after epoch {epoch + 1}: --lr {config.lr} is too large")
+                raise NonFiniteError(diverged(config, epoch))
             bar.set_postfix(loss=f"{test_loss:.3f}", accuracy=f"{accuracy:.3f}")
             traffic = session.traffic
             now = [traffic.sent - traffic.setup, traffic.received, traffic.dense, seconds]
@@ -157,6 +177,98 @@ def train(config: Config, run: Run) -> Summary:
             save(checkpoint, settings(config, run), epoch + 1, spent, model, optimizer, session)
         bar.close()
     sent, received, dense, seconds = mean_over_workers(*spent.tolist())
+    each = [total / (config.epochs * steps) for total in (sent, received, dense)]
+    return summarise(config, run, (test_loss, accuracy), each, seconds)
+
+
+def instrument(model: nn.Module, config: Config, run: Run) -> isgq.Session:
+    """The session of a run."""
+    return isgq.instrument(
+        model,
+        run.codec,
+        dense=config.dense,
+        aggregate=config.aggregate,
+        down=config.down,
+        memory=config.memory,
+        max_staleness=config.max_staleness,
+        routes=config.routes,
+        seed=config.seed,
+    )
+
+
+def train_asynchronously(config: Config, run: Run) -> Summary:
+    """Train one run as its server or one of its workers; only the server's summary knows all."""
+    rank = dist.get_rank()
+    dataset = data.load(config.data, seed=config.seed)
+    dataset = dataset.standardized() if config.standardize else dataset
+    model = models.build(config.model, classes=dataset.classes, in_shape=dataset.in_shape, seed=config.seed)
+    with instrument(model, config, run) as session:
+        if session.serves:
+            return serve(config, run, model, dataset, session)
+        for epoch in range(config.epochs):
+            for mine in shares(len(dataset.train_y), run, rank - 1, config.seed, epoch):
+                loss = F.cross_entropy(model(dataset.train_x[mine]), dataset.train_y[mine])
+                loss.backward()  # type: ignore[no-untyped-call]  # the server has stepped, the model follows it
+    return summarise(config, run, (math.nan, math.nan), [math.nan] * 3, 0.0)
+
+
+def serve(config: Config, run: Run, model: nn.Module, dataset: data.Dataset, session: isgq.Session) -> Summary:
+    """Serve the workers of one run; an epoch ends when as many samples as the data have were used.
+
+    Raises:
+        NonFiniteError: the loss is not finite any more.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate(config, 0) / run.workers, momentum=config.momentum)
+    epoch_updates = len(dataset.train_y) // (run.batch * run.workers) * run.workers
+    total = config.epochs * epoch_updates
+    bar = tqdm(total=total, desc=run.name, unit="gradient")
+    result, started, spent = (math.nan, math.nan), time.perf_counter(), 0.0
+    trim_metrics(config.out, run.name, 0)
+
+    def on_update(updates: int) -> None:
+        nonlocal result, spent
+        optimizer.param_groups[0]["lr"] = learning_rate(config, updates / total) / run.workers
+        bar.update()
+        epoch, rest = divmod(updates, epoch_updates)
+        if rest == 0:
+            begin = time.perf_counter()
+            result = evaluate(model, dataset, 0, 1)
+            if not math.isfinite(result[0]):
+                raise NonFiniteError(diverged(config, epoch - 1))
+            bar.set_postfix(loss=f"{result[0]:.3f}", accuracy=f"{result[1]:.3f}")
+            entry = {
+                "run": run.name,
+                "epoch": epoch,
+                "step": updates,
+                "test_loss": result[0],
+                "test_accuracy": result[1],
+            }
+            append_metrics(config.out, entry | {"seconds": begin - started - spent})
+            spent += time.perf_counter() - begin
+
+    service = session.serve(optimizer, on_update)
+    bar.close()
+    if service.updates < total:  # some worker was lost
+        result = evaluate(model, dataset, 0, 1)
+    dense = float(sum(p.numel() * p.element_size() for p in model.parameters()))
+    each = [service.received / service.updates, service.sent / service.updates, dense]
+    return summarise(config, run, result, each, time.perf_counter() - started - spent, service.staleness)
+
+
+def diverged(config: Config, epoch: int) -> str:
+    """What to say of a loss that is not finite."""
+    return f"the loss is not finite after epoch {epoch + 1}: --lr {config.lr} is too large"
+
+
+def summarise(
+    config: Config,
+    run: Run,
+    result: tuple[float, float],
+    each: Sequence[float],
+    seconds: float,
+    staleness: Mapping[int, int] | None = None,
+) -> Summary:
+    """The summary from test loss and accuracy; bytes sent, received and dense per step and worker; and seconds."""
     return Summary(
         model=config.model,
         data=config.data,
@@ -165,13 +277,16 @@ def train(config: Config, run: Run) -> Summary:
         batch_per_worker=run.batch,
         epochs=config.epochs,
         seed=config.seed,
-        test_accuracy=accuracy,
-        test_loss=test_loss,
-        sent_bytes_per_step=sent / (config.epochs * steps),
-        received_bytes_per_step=received / (config.epochs * steps),
-        dense_bytes_per_step=dense / (config.epochs * steps),
-        compression=dense / sent,
+        test_accuracy=result[1],
+        test_loss=result[0],
+        sent_bytes_per_step=each[0],
+        received_bytes_per_step=each[1],
+        dense_bytes_per_step=each[2],
+        compression=each[2] / each[0] if each[0] else math.inf,
         seconds=seconds,
+        aggregate=run.aggregate,
+        down=run.down,
+        staleness={str(age): count for age, count in sorted((staleness or {}).items())},
     )
 
 
@@ -190,14 +305,14 @@ def learning_rate(config: Config, done: float) -> float:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, dataset: data.Dataset) -> tuple[float, float]:
+def evaluate(model: nn.Module, dataset: data.Dataset, rank: int, workers: int) -> tuple[float, float]:
     """Mean loss and accuracy on the test images; each worker takes its share of them."""
     model.eval()
-    workers = dist.get_world_size()
-    x, y = dataset.test_x[dist.get_rank() :: workers], dataset.test_y[dist.get_rank() :: workers]
+    x, y = dataset.test_x[rank::workers], dataset.test_y[rank::workers]
     outputs = torch.cat([model(part) for part in torch.split(x, 1000)]).double()
     sums = [F.cross_entropy(outputs, y, reduction="sum"), (outputs.argmax(1) == y).sum()]
-    loss, accuracy = mean_over_workers(*(workers * float(each) / len(dataset.test_y) for each in sums))
+    parts = [workers * float(each) / len(dataset.test_y) for each in sums]
+    loss, accuracy = mean_over_workers(*parts) if workers > 1 else parts
     model.train()
     return loss, accuracy
 
@@ -212,6 +327,7 @@ def mean_over_workers(*values: float) -> list[float]:
 def settings(config: Config, run: Run) -> dict[str, Any]:
     """What must be the same to resume; a constant learning rate may go on for more epochs."""
     keep = ["dense", "routes", "model", "data", "standardize", "lr", "momentum", "schedule", "seed"]
+    keep += ["memory"]
     keep += ["epochs"] if config.schedule == "cosine" else []
     return asdict(run) | {name: asdict(config)[name] for name in keep}
 
@@ -282,11 +398,16 @@ def check(config: Config) -> list[Run]:
         if not fine:
             raise OptionError(f"--{name} {getattr(config, name)}: must be {wanted}")
     for codec in config.codecs:
-        isgq.choose_codecs(codec, config.dense)
+        choose(codec, config.dense, "tensor", config.aggregate, config.down, config.memory, config.max_staleness)
+    if config.aggregate == "async" and config.resume:
+        raise OptionError(
+            "an asynchronous run depends on who comes first, so it has no checkpoints: leave --resume out"
+        )
     dataset = data.load(config.data, seed=config.seed)
     models.build(config.model, classes=dataset.classes, in_shape=dataset.in_shape, seed=config.seed)
     runs = [
-        Run(c, w, config.batch_of_each(w)) for c, w in dict.fromkeys(itertools.product(config.codecs, config.workers))
+        Run(codec, workers, config.batch_of_each(workers), config.aggregate, config.down or "dense")
+        for codec, workers in dict.fromkeys(itertools.product(config.codecs, config.workers))
     ]
     for run in runs:
         if not 1 <= run.batch <= len(dataset.train_y) // run.workers:
@@ -321,7 +442,9 @@ def train_all(config: Config) -> None:
     prepare(config, runs)
     summaries: list[Summary] = []
     for run in runs:
-        summaries.append(launch(train, run.workers, args=(config, run), timeout=config.timeout)[0])
+        may_fail = range(1, run.processes) if config.aggregate == "async" else ()
+        results = launch(train, run.processes, args=(config, run), timeout=config.timeout, may_fail=may_fail)
+        summaries.append(results[0])
         save_summary(config.out, summaries)
     finish(config, summaries)
 
@@ -332,7 +455,7 @@ def train_as_worker(config: Config, rank: int, workers: int) -> None:
     Raises:
         OptionError: more than one codec.
     """
-    runs = check(replace(config, workers=(workers,)))
+    runs = check(replace(config, workers=(workers - (config.aggregate == "async"),)))
     if len(runs) > 1:
         raise OptionError(f"torchrun starts the workers of one run: give one of the codecs {', '.join(config.codecs)}")
     if rank == 0:

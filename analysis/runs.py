@@ -1,7 +1,8 @@
 """What training leaves behind: ``summary.json``, ``metrics.jsonl``, a table and a plot.
 
 ``summary.json`` is a list of runs, each with the keys of :class:`Summary`; bytes are per worker, mean over steps and
-workers; seconds are those of the training steps, without start-up and evaluation. ``metrics.jsonl`` has one object a
+workers; seconds are those of the training steps, without start-up and evaluation; staleness -> number of gradients
+that had it, where the server is asynchronous. ``metrics.jsonl`` has one object a
 line: run, epoch, step, train_loss, test_loss, test_accuracy, seconds, and the first worker's sent_bytes and
 received_bytes since the run began.
 """
@@ -35,6 +36,9 @@ class Summary:
     dense_bytes_per_step: float
     compression: float
     seconds: float
+    aggregate: str
+    down: str
+    staleness: dict[str, int]
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -93,9 +97,10 @@ def table(summaries: Sequence[Summary]) -> str:
     rows = [
         ("codec", "workers", "batch each", "accuracy", "loss", "sent B/step", "received B/step", "compression", "s")
     ]
+    passes = any(s.aggregate != "gather" for s in summaries)
     for s in summaries:
         rows.append((
-            s.codec,
+            f"{s.codec}, {s.aggregate}, {s.down} down" if passes else s.codec,
             str(s.workers),
             str(s.batch_per_worker),
             f"{s.test_accuracy:.4f}",

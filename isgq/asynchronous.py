@@ -141,12 +141,16 @@ class Service:
         staleness: staleness -> how many gradients had it.
         by_worker: gradients applied, by rank.
         lost: rank -> why it left before it was done.
+        sent: bytes handed over to the workers.
+        received: bytes that came from them.
     """
 
     updates: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
     by_worker: Counter[int] = field(default_factory=Counter)
     lost: dict[int, str] = field(default_factory=dict)
+    sent: int = 0
+    received: int = 0
 
 
 class Server:

@@ -316,7 +316,10 @@ class Session:
         log = self._log or warnings.warn
         bound = self._choice.max_staleness
         server = Server(self._step(), self._choice.down, self._parameters, self._channels, bound, log)
-        return server.run(optimizer, on_update)
+        before = (self._exchange.sent, self._exchange.received)
+        service = server.run(optimizer, on_update)
+        service.sent, service.received = self._exchange.sent - before[0], self._exchange.received - before[1]
+        return service
 
     # ---- state and end
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 SMALL = ["--model", "fc:hidden=16", "--data", "mnist5k", "--schedule", "constant"]
 KEYS = ["model", "data", "codec", "workers", "batch_per_worker", "epochs", "seed", "test_accuracy", "test_loss"]
 KEYS += ["sent_bytes_per_step", "received_bytes_per_step", "dense_bytes_per_step", "compression", "seconds"]
+KEYS += ["aggregate", "down", "staleness"]
 GRADIENT = 4 * (784 * 16 + 16 + 16 * 10 + 10)  # bytes
 FEEDBACK = "error_feedback(top_k:k=0.01)"  # has memory of its own on every rank
 
