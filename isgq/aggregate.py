@@ -98,10 +98,14 @@ class Gather:
     Attributes:
         servers: how many ranks have a shard.
         sizes: bytes of this step's records that this rank has handed over, by parameter.
+        up: bytes of this step's messages about each shard, this rank's own included.
+        down: bytes of this step's replies about each shard.
     """
 
     def __init__(self, exchange: Exchange, codec: Codec | None = None) -> None:
         self.servers, self.sizes = 1, Counter[str]()
+        self.up: Sequence[int] = ()
+        self.down: Sequence[int] = ()
         self._memories: dict[str, Remembering] = {}
         self._exchange, self._messages = exchange, 1
         self._remember("up", codec)
@@ -169,6 +173,7 @@ class Gather:
             CodecError: a message does not fit.
         """
         [message] = outgoing.messages
+        self.up = [message.numel()]
         received = self._exchange.all_gather(message, [header.lengths[0] for header in headers]).wait()
         return self._average(step, step.carriers, headers, received)
 
@@ -245,7 +250,10 @@ class TwoPass(Gather):
         reply = self._reply(step, replies, headers, received)
         answers = self._headers(step, reply, 1, [])
         mine = reply.messages[0]
-        down = self._exchange.all_to_all([mine] * world_size, [answer.lengths[0] for answer in answers]).wait()
+        lengths = [answer.lengths[0] for answer in answers]
+        down = self._exchange.all_to_all([mine] * world_size, lengths).wait()
+        self.up = [message.numel() for message in outgoing.messages[: self.servers]]
+        self.down = lengths[: self.servers]
         means: dict[str, Tensor] = {}
         for server, message in enumerate(down):
             served = [carrier for carrier in replies if carrier.server == server]

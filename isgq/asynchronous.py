@@ -88,6 +88,7 @@ class Worker(Gather):
         """
         self._channel.send(torch.cat([headers[0].pack(), *outgoing.messages]))
         header, message = open_message(self._channel.receive(), 0)
+        self.up, self.down = [outgoing.messages[0].numel()], [message.numel()]
         check_headers([replace(header, step=step.number)], step.names)
         replies = replies_of(step.carriers, self._down)
         for name, change in decode(replies, message).items():

@@ -20,6 +20,7 @@ from isgq.aggregate import AggregateName, Gather, Outgoing, Step, aggregation, r
 from isgq.agreement import check_introductions, introduce, plan_digest
 from isgq.asynchronous import SERVER, Server, Service, Worker, check_bound
 from isgq.backward import BackwardWatch
+from isgq.bandwidth import Messages
 from isgq.choice import Choice, Scope, check_option, choose, predicate
 from isgq.codecs.roles import MemoryPolicy
 from isgq.core.errors import InstrumentError, MismatchError, NonFiniteError
@@ -237,15 +238,10 @@ class Session:
         return make_carriers(self.plan, self._units, pair, direct, self._choice.scope, self._windows, servers)
 
     def _step(self) -> Step:
-        return Step(
-            self.step,
-            plan_digest(self._choice.spec, [line.route for line in self.plan.lines]),
-            self._seed,
-            self._names,
-            [self._windows[name].touched for name in self._names],
-            self._carriers,
-            Contributions(self._windows),
-        )
+        digest = plan_digest(self._choice.spec, [line.route for line in self.plan.lines])
+        used = [self._windows[name].touched for name in self._names]
+        gradients = Contributions(self._windows)
+        return Step(self.step, digest, self._seed, self._names, used, self._carriers, gradients)
 
     def _is_dense(self, name: str) -> bool:
         return all(name not in carrier.names for carrier in self._carriers)
@@ -272,6 +268,11 @@ class Session:
         pieces = [*sizes.items(), *((w.name, w.parameter.numel() * w.parameter.element_size()) for w in dense)]
         whole = sum(p.numel() * p.element_size() for p in self._parameters.values())
         self.traffic.record(sent, received, pieces, whole)
+
+    def messages(self) -> Messages:
+        """Sizes of the last step's messages, for :func:`isgq.bandwidth.predict`."""
+        dense = sum(p.numel() * p.element_size() for name, p in self._parameters.items() if self._is_dense(name))
+        return Messages(tuple(self._aggregate.up), tuple(self._aggregate.down), dense, len(self._names))
 
     # ---- the plan
 

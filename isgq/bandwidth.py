@@ -1,0 +1,101 @@
+"""A model of the bytes that a step moves, and of the time that a link takes for them, beside what the ledger measures.
+
+With up_s the message about shard s, down_s the server's reply, h the header, all of them as every rank makes them:
+
+    gather      sends h + up, receives (N-1) (h + up)
+    two_pass    rank r sends h + sum_(s != r) up_s + h' + (N-1) down_r
+                       receives (N-1) (h + up_r + h') + sum_(s != r) down_s
+    server      the same with one shard, of rank 0
+
+Plain gradients of parameters that no codec carries are handed over and received once more (an all-reduce). A message
+is counted once when it is handed to an all-gather, and once for each receiver when it is handed to an all-to-all. What
+an asynchronous worker moves is h + 8 + up and h + 8 + down in a step of its own, whatever the number of workers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from isgq.aggregate import AggregateName
+from isgq.core.errors import OptionError
+from isgq.wire.header import header_size
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Sizes of one step's messages on one rank, in bytes.
+
+    Attributes:
+        up: about each shard; a single one where there are no shards.
+        down: the reply about each shard; empty for one pass.
+        dense: plain gradients that travel beside.
+        parameters: number of trainable parameters.
+    """
+
+    up: Sequence[int]
+    down: Sequence[int]
+    dense: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of one rank in a step.
+
+    Attributes:
+        sent: handed over.
+        received: from others.
+        rounds: transfers that wait for one another.
+    """
+
+    sent: int
+    received: int
+    rounds: int
+
+
+def predict(aggregate: AggregateName, messages: Messages, workers: int, rank: int) -> Moved:
+    """What a rank moves in a step if all ranks have messages of these sizes.
+
+    Args:
+        aggregate: see :func:`isgq.instrument`.
+        messages: the sizes.
+        workers: how many ranks take part.
+        rank: which one; of no matter but for shards.
+
+    Raises:
+        OptionError: unknown aggregation.
+    """
+    others = workers - 1
+    dense = messages.dense
+    if aggregate == "gather":
+        each = header_size(messages.parameters) + sum(messages.up)
+        return Moved(each + dense, others * each + (dense if others else 0), 2)
+    if aggregate == "async":
+        head = header_size(messages.parameters) + 8
+        return Moved(head + sum(messages.up), header_size(0) + 8 + sum(messages.down), 2)
+    if aggregate not in {"two_pass", "server"}:
+        raise OptionError(f"aggregate={aggregate!r} must be one of gather, two_pass, server, async")
+    up, down = list(messages.up), list(messages.down)
+    own_up, own_down = (up[rank], down[rank]) if rank < len(up) else (0, 0)
+    heads = header_size(messages.parameters, workers) + header_size(0)
+    return Moved(
+        heads + sum(up) - own_up + others * own_down + dense,
+        others * (heads + own_up) + sum(down) - own_down + (dense if others else 0),
+        4,
+    )
+
+
+@dataclass(frozen=True)
+class Link:
+    """A worker's link, the same in both directions.
+
+    Attributes:
+        bytes_per_second: bandwidth of each direction.
+        latency: seconds that a transfer takes besides.
+    """
+
+    bytes_per_second: float
+    latency: float = 0.0
+
+    def seconds(self, moved: Moved) -> float:
+        """Communication time of a step, if nothing else uses the link."""
+        return max(moved.sent, moved.received) / self.bytes_per_second + moved.rounds * self.latency
