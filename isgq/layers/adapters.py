@@ -86,7 +86,7 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
         table = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         if table and module.weight.requires_grad:
             raise InstrumentError(
-                f"{name or 'the model'} is {type(module).__name__}(sparse=True), which makes sparse gradients, and those "
+                f"{name or 'the model'} is {type(module).__name__}(sparse=True), which makes sparse gradients; those "
                 "cannot be synchronised: set its sparse to False, or freeze its weight. As factors, indices and rows, "
                 "the gradient of an Embedding stays as small as a sparse one"
             )
