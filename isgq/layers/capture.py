@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from isgq.core.errors import CodecError
 from isgq.core.payload import Factors
-from isgq.layers.adapters import Adapter, adapter_for, refuse_sparse_gradients
+from isgq.layers.adapters import Adapter, adapter_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +69,7 @@ def find_units(model: nn.Module, skip: Callable[[str], bool]) -> tuple[list[Unit
 
     Returns:
         The units in the order of the model's parameters, and name -> reason for each trainable parameter in none.
-
-    Raises:
-        InstrumentError: a layer makes sparse gradients.
     """
-    refuse_sparse_gradients(model)
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

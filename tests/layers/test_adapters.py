@@ -58,8 +58,11 @@ def test_sparse_gradients_are_refused_at_once_and_told_what_to_do(
     table: type[nn.Embedding] | type[nn.EmbeddingBag],
 ) -> None:
     model = nn.ModuleDict({"table": table(4, 3, sparse=True), "head": nn.Linear(3, 2)})
-    with pytest.raises(InstrumentError, match=rf"table is {table.__name__}\(sparse=True\).* set its sparse to False"):
-        isgq.instrument(model)
+    for codec in ("isgq", "dense", "top_k"):
+        with pytest.raises(
+            InstrumentError, match=rf"table is {table.__name__}\(sparse=True\).* set its sparse to False"
+        ):
+            isgq.instrument(model, codec)
     model["table"].requires_grad_(False)
     isgq.instrument(model).close()  # a frozen table has no gradient
     model["table"].requires_grad_(True).sparse = False
