@@ -198,7 +198,7 @@ def test_a_rank_that_skips_a_step_is_missed_in_time(reports: list[dict[str, Any]
     for rank, report in enumerate(reports):
         said, waited = report["absence"]
         assert said.startswith(f"ExchangeError: rank {rank} of {len(reports)}" if rank != 1 else "absent")
-        assert waited < PATIENCE + 4
+        assert waited < TIMEOUT / 2  # by its own timeout and not by that of the job
 
 
 def test_a_killed_rank_is_missed_in_time(tmp_path: Any) -> None:
