@@ -64,6 +64,8 @@ class Refusal(NamedTuple):
     error: str
     parameter: str = ""
     faulty: int = 1  # -1 is the last rank
+    codec: str = CODEC
+    factored: int = 2
 
 
 REFUSALS = {
@@ -71,6 +73,9 @@ REFUSALS = {
     "Inf": Refusal(spoil(float("inf")), "PeerNonFiniteError", ", parameter '", -1),
     "NaN, dense": Refusal(spoil_dense, "PeerNonFiniteError", ", parameter '1.bias'"),
     "empty": Refusal(empty, "EmptyBatchError"),
+    "empty, dense": Refusal(empty, "EmptyBatchError", codec="dense", factored=0),
+    "empty, direct": Refusal(empty, "EmptyBatchError", codec="error_feedback(top_k:k=0.5)", factored=0),
+    "NaN, direct": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", codec="qsgd", factored=0),
 }
 
 
@@ -89,7 +94,7 @@ def refused_steps() -> dict[str, Any]:
         for steps_before in (0, 2):
             for to_none in (True, False):
                 model = make()
-                with isgq.instrument(model, CODEC, routes="factors") as session:
+                with isgq.instrument(model, case.codec, routes="factors") as session:
                     for _ in range(steps_before):
                         whole(model, rank)
                         model.zero_grad(set_to_none=to_none)
@@ -179,7 +184,7 @@ def test_a_refused_step_is_one_error_and_training_goes_on(
     for said, step, factored, grads in results:
         where = f"rank {case.faulty % len(reports)}, step {steps_before}{case.parameter}"
         assert said.startswith(f"{case.error}: {where}")
-        assert (step, factored) == (steps_before + 2, 2)
+        assert (step, factored) == (steps_before + 2, case.factored)
         assert len(grads) == 6
         assert all(bool(torch.isfinite(grad).all()) for grad in grads)
     assert len({said for said, *_ in results}) == 1
