@@ -18,7 +18,7 @@ demo: setup
 	$(BIN)/python train.py --workers 1 2 4 --codecs dense isgq --out runs/demo
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

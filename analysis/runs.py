@@ -110,6 +110,11 @@ def table(summaries: Sequence[Summary]) -> str:
             f"x{s.compression:.1f}",
             f"{s.seconds:.1f}",
         ))
+    return align(rows)
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Cells as aligned text, the first column to the left, the others to the right, a rule under the first row."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])

@@ -4,6 +4,9 @@ The end is a callback of the autograd engine, queued by the first hook of the pa
 everything inside the model, so announcing the pass there puts its end where the *outer* pass ends, also if
 checkpointing runs inner passes of its own. The engine drops the callbacks of a pass that raises: then the callback's
 token is gone without having been called.
+
+A pass is *empty* if all that is known of it says so: captured pairs without rows, an output without elements, or a
+forward pass none of whose tensors had any sample. Its gradients are zeros, which nobody wants in a mean.
 """
 
 import weakref
@@ -35,8 +38,9 @@ class BackwardWatch:
     def __init__(self, model: nn.Module, windows: Collection[Window], on_end: Callable[[], None]) -> None:
         self._windows, self._on_end = windows, on_end
         self._running: weakref.ref[_Pass] | None = None
+        self._sizes: list[int] = []  # of what the running pass went through; 0 for an empty batch
         self._handles: list[RemovableHandle] = [handle for w in windows for handle in w.watch(self.begins)]
-        self._handles.append(model.register_forward_hook(self._output_hook(model)))
+        self._handles.append(model.register_forward_hook(self._output_hook(model), with_kwargs=True))
 
     @property
     def closed(self) -> bool:
@@ -47,6 +51,7 @@ class BackwardWatch:
         """Called at forward passes; what a backward pass that raised has left behind is worth nothing."""
         if self._running is not None and self._running() is None:
             self._running = None
+            self._sizes.clear()
             for window in self._windows:
                 window.abort_backward()
 
@@ -71,17 +76,33 @@ class BackwardWatch:
         model = weakref.ref(watched)
 
         # A function and not a method: a deep copy of the model, an average of weights say, must not copy the session.
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if torch.is_grad_enabled() and module is model():
                 self.forward_begins()
+                samples = _samples((args, kwargs))
                 for leaf in tree_leaves(output):
                     if isinstance(leaf, Tensor) and leaf.requires_grad:
-                        leaf.register_hook(lambda _: self.begins())  # type: ignore[no-untyped-call]
+                        size = min(samples, leaf.numel())
+                        leaf.register_hook(lambda _, size=size: self._goes_through(size))  # type: ignore[no-untyped-call]
 
         return hook
 
+    def _goes_through(self, size: int) -> None:
+        self.begins()
+        if self._running is not None:
+            self._sizes.append(size)
+
     def _ends(self, token: _Pass) -> None:
         self._running = None
-        arrived = [window.end_backward() for window in self._windows]
+        sizes = self._sizes + [pair.d.shape[0] for window in self._windows for pair in window.pending]
+        self._sizes.clear()
+        empty = bool(sizes) and not any(sizes)
+        arrived = [window.end_backward(empty) for window in self._windows]
         if any(arrived) and self._handles:
             self._on_end()
+
+
+def _samples(inputs: Any) -> int:
+    """The largest first dimension among a forward pass' tensors; 1 where there is none to tell."""
+    sizes = [leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
+    return max(sizes, default=1)

@@ -5,6 +5,7 @@ import weakref
 from torch import nn
 
 from isgq.core.errors import InstrumentError
+from isgq.layers.adapters import refuse_sparse_gradients
 
 _INSTRUMENTED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
@@ -13,7 +14,8 @@ def check_free(model: nn.Module) -> None:
     """Refuse a model that cannot be instrumented now.
 
     Raises:
-        InstrumentError: it is wrapped, instrumented already as a whole or in part, or has nothing to train.
+        InstrumentError: it is wrapped, instrumented already as a whole or in part, has nothing to train, or a layer
+            that makes sparse gradients.
     """
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise InstrumentError(
@@ -24,6 +26,7 @@ def check_free(model: nn.Module) -> None:
         raise InstrumentError("the model, its part or its whole is instrumented already: close() that session first")
     if not any(p.requires_grad for p in model.parameters()):
         raise InstrumentError("the model has no trainable parameter")
+    refuse_sparse_gradients(model)
 
 
 def occupy(model: nn.Module) -> "weakref.WeakSet[nn.Module]":

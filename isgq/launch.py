@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -83,7 +84,7 @@ def launch(
     for name, value in (("world_size", world_size), ("timeout", timeout), ("threads", threads)):
         if value <= 0:
             raise OptionError(f"{name}={value} of launch must be positive")
-    context = multiprocessing.get_context("spawn")
+    context = _context()
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     with tempfile.TemporaryDirectory(prefix="isgq-", ignore_cleanup_errors=True) as folder:
         init = {
@@ -116,6 +117,18 @@ def launch(
                 pipe.close()
 
 
+def _context() -> Any:
+    """How processes start: forked from a server that has imported torch once for all; anew where there is no forking.
+
+    The server is a fresh process without threads or CUDA, starts at the first launch and ends with this process.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():  # Windows
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch._dynamo"])  # every optimizer imports the latter, in seconds
+    return context
+
+
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Hold Ctrl-C back while ranks start, so that they inherit it blocked: ending them is this process' business."""
@@ -139,6 +152,7 @@ def _run(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow_parent, daemon=True).start()
     torch.set_num_threads(threads)
+    np.random.seed()  # noqa: NPY002  # a forked process has its parent's numbers
     try:
         dist.init_process_group(rank=rank, **init)
         result = fn(*args)

@@ -248,6 +248,9 @@ class Session:
 
     def _refusal(self) -> Outgoing | None:
         """Why this rank cannot take part, as far as no carrier can tell."""
+        touched = [window for window in self._windows.values() if window.touched]
+        if touched and not any(window.filled for window in touched):
+            return Outgoing(status=Status.EMPTY_BATCH)
         name = ""
         try:
             self._check_parameters()
@@ -258,9 +261,6 @@ class Session:
             return Outgoing(status=Status.NON_FINITE, parameter=self._names.index(name), error=error)
         except InstrumentError as error:
             return Outgoing(status=Status.FAILED, error=error)
-        pairs = [pair for window in self._windows.values() for pair in window.pairs]
-        if pairs and not any(pair.d.shape[0] for pair in pairs):
-            return Outgoing(status=Status.EMPTY_BATCH)
         return None
 
     def _account(self, sizes: Mapping[str, int], dense: Sequence[Window]) -> None:

@@ -26,6 +26,7 @@ class Window:
         before: content of ``p.grad`` when the window opened, or None.
         arrivals: how often autograd has added a gradient since the last synchronisation.
         edited: whether somebody else changed ``p.grad`` in between.
+        filled: whether any of those gradients may come from samples, and not from an empty batch.
         pairs: factors captured by completed backward passes of this window.
         pending: factors captured by the backward pass that is running.
     """
@@ -35,6 +36,7 @@ class Window:
     before: Tensor | None = None
     arrivals: int = 0
     edited: bool = False
+    filled: bool = False
     pairs: list[Factors] = field(default_factory=list)
     pending: list[Factors] = field(default_factory=list)
     _arrived: bool = False
@@ -83,14 +85,18 @@ class Window:
             self.before, self.edited = None, True
             self.pairs.clear()
 
-    def end_backward(self) -> bool:
+    def end_backward(self, empty: bool) -> bool:
         """Keep the pairs of a completed backward pass if its gradient arrived (returned); else, drop them.
 
         ``autograd.grad`` makes pairs but adds no gradient.
+
+        Args:
+            empty: whether the pass was that of an empty batch.
         """
         arrived, self._arrived = self._arrived, False
         if arrived:
             self.pairs += self.pending
+            self.filled = self.filled or not empty
         self.pending.clear()
         return arrived
 
@@ -124,7 +130,7 @@ class Window:
     def reset(self) -> None:
         """Start anew without touching ``p.grad``."""
         self.arrivals = 0
-        self.before, self.edited = None, False
+        self.before, self.edited, self.filled = None, False, False
         self.pairs.clear()
 
 

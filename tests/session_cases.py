@@ -331,6 +331,11 @@ USES = {
     ),
     "keyword": Case(lambda: Net(lambda self, x: self.a(input=x), a=nn.Linear(6, 4)), fed(6)),
     "in-place ReLU": Case(lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 2)), fed(6)),
+    "batch norm": Case(
+        lambda: nn.Sequential(nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5), nn.Linear(5, 2)),
+        fed(6),
+        dense=["1.weight", "1.bias"],
+    ),
     "two losses": Case(mlp, two_losses, oracle="average"),
     "autograd.grad": Case(mlp, grad_between, oracle="average"),
     "no_grad forward": Case(mlp, look_first),

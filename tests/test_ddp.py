@@ -1,5 +1,7 @@
 """Codecs as DistributedDataParallel hooks, and federated rounds, on real processes."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -31,35 +33,70 @@ def identical(model: nn.Module) -> bool:
     return all(each == every[0] for each in every)
 
 
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes of every tensor that is handed to torch.distributed's gathering and reducing, one entry a call."""
+    sizes: list[int] = []
+    all_gather, all_reduce = dist.all_gather, dist.all_reduce
+
+    def gather(parts: list[torch.Tensor], message: torch.Tensor, **options: Any) -> Any:
+        sizes.append(message.numel() * message.element_size())
+        return all_gather(parts, message, **options)
+
+    def reduce(tensor: torch.Tensor, **options: Any) -> Any:
+        sizes.append(tensor.numel() * tensor.element_size())
+        return all_reduce(tensor, **options)
+
+    dist.all_gather, dist.all_reduce = gather, reduce
+    try:
+        yield sizes
+    finally:
+        dist.all_gather, dist.all_reduce = all_gather, all_reduce
+
+
+def descend(model: nn.Module, after: Callable[[int], None] = lambda step: None) -> list[float]:
+    """The losses of 60 steps; ``after`` is called behind each."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(60):
+        x, y = sample(dist.get_rank(), step)
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        after(step)
+    return losses
+
+
 def hooks(specs: list[str]) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for spec in specs:
         model = nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=0.02)
         hook = isgq.ddp.comm_hook(spec, model)
         model.register_comm_hook(None, hook)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for step in range(60):
-            x, y = sample(dist.get_rank(), step)
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        state = hook.state  # type: ignore[attr-defined]
-        report[spec] = (losses[0], sum(losses[-5:]) / 5, identical(model), state.exchange.sent / 60, state.state_dict())
-    rounds_model = network()
-    rounds = isgq.Federated(rounds_model, "error_feedback(top_k:k=0.1)")
-    optimizer = torch.optim.SGD(rounds_model.parameters(), lr=0.1)
-    for step in range(60):
-        x, y = sample(dist.get_rank(), step)
-        loss = nn.functional.cross_entropy(rounds_model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 5 == 4:
-            rounds.average()
-    report["federated"] = (loss.item(), identical(rounds_model), rounds.round)
+        state, buckets = hook.state, set[int]()  # type: ignore[attr-defined]
+
+        def reduce(bucket: Any, state: Any = state, buckets: set[int] = buckets) -> Any:
+            buckets.add(bucket.index())
+            return type(state).reduce(state, bucket)
+
+        state.reduce = reduce
+        with counted() as sizes:
+            losses = descend(model)
+        report[spec] = {
+            "losses": (losses[0], sum(losses[-5:]) / 5),
+            "identical": identical(model),
+            "buckets": len(buckets),
+            "sent": (state.exchange.sent, sum(sizes)),
+            "memory": set(state.state_dict()["memory"].get("up", {})),
+        }
+    model = network()
+    rounds = isgq.Federated(model, "error_feedback(top_k:k=0.1)")
+    before = rounds.exchange.sent
+    with counted() as sizes:
+        losses = descend(model, lambda step: rounds.average() if step % 5 == 4 else None)
+    report["federated"] = (losses[-1], identical(model), rounds.round, rounds.exchange.sent - before, sum(sizes))
     return report
 
 
@@ -73,21 +110,26 @@ def test_a_hook_converges_over_several_buckets_with_identical_replicas(
     reports: list[dict[str, Any]], spec: str
 ) -> None:
     for report in reports:
-        first, last, same, sent, state = report[spec]
-        assert same
+        found = report[spec]
+        assert found["identical"]
+        assert found["buckets"] >= 2
+        first, last = found["losses"]
         assert last < 0.7 * first
-        dense = 4 * sum(p.numel() for p in network().parameters())
+        sent, handed = found["sent"]
+        assert sent == handed
+        dense = 60 * 4 * sum(p.numel() for p in network().parameters())
         assert sent < (1.05 if spec == "exact" else 0.5) * dense
         names = {name for name, _ in network().named_parameters()}
-        assert set(state["memory"].get("up", {})) == (names if spec.startswith("error_feedback") else set())
+        assert found["memory"] == (names if spec.startswith("error_feedback") else set())
 
 
 def test_federated_rounds_keep_replicas_identical(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        loss, same, rounds = report["federated"]
+        loss, same, rounds, sent, handed = report["federated"]
         assert same
         assert rounds == 12
         assert loss < 0.6
+        assert sent == handed
 
 
 def test_pair_codecs_are_refused() -> None:

@@ -4,8 +4,9 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from torch import nn
 
 import isgq
 from isgq.core.errors import RankError
+from isgq.exchange import TorchExchange
 from isgq.launch import launch
 
 CODEC = "dithered:levels=4"
-TIMEOUT = 8.0
+TIMEOUT = 30.0  # of a job's ranks for one another, also while they start
+PATIENCE = 3.0  # of a session that waits for a rank which will not come
 
 
 def make(width: int = 5) -> nn.Sequential:
@@ -25,17 +28,21 @@ def make(width: int = 5) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, width), nn.LayerNorm(width), nn.Linear(width, 3))
 
 
-def spoil(value: float) -> Callable[[nn.Module, int], None]:
-    def step(model: nn.Module, rank: int) -> None:
+Step = Callable[[nn.Module, int, bool], None]
+"""A backward pass: of this model, on this rank, and whether this rank is the faulty one."""
+
+
+def spoil(value: float) -> Step:
+    def step(model: nn.Module, rank: int, faulty: bool) -> None:
         x = torch.ones(4, 6) + rank
-        x[0, 2] = value if rank == 1 else 0.0
+        x[0, 2] = value if faulty else 0.0
         model(x).sum().backward()
 
     return step
 
 
-def spoil_dense(model: nn.Module, rank: int) -> None:
-    handle = model[1].bias.register_hook(lambda grad: grad * float("nan")) if rank == 1 else None  # type: ignore[index]
+def spoil_dense(model: nn.Module, rank: int, faulty: bool) -> None:
+    handle = model[1].bias.register_hook(lambda grad: grad * float("nan")) if faulty else None  # type: ignore[index]
     try:
         whole(model, rank)
     finally:
@@ -43,8 +50,8 @@ def spoil_dense(model: nn.Module, rank: int) -> None:
             handle.remove()
 
 
-def empty(model: nn.Module, rank: int) -> None:
-    model(torch.ones(0 if rank == 1 else 4, 6)).sum().backward()
+def empty(model: nn.Module, rank: int, faulty: bool) -> None:
+    model(torch.ones(0 if faulty else 4, 6)).sum().backward()
 
 
 def whole(model: nn.Module, rank: int) -> None:
@@ -52,11 +59,23 @@ def whole(model: nn.Module, rank: int) -> None:
     model(x).square().sum().backward()
 
 
-REFUSALS: dict[str, tuple[Callable[[nn.Module, int], None], str, str]] = {
-    "NaN": (spoil(float("nan")), "PeerNonFiniteError", "rank 1, step {step}, parameter '"),
-    "Inf": (spoil(float("inf")), "PeerNonFiniteError", "rank 1, step {step}, parameter '"),
-    "NaN, dense": (spoil_dense, "PeerNonFiniteError", "rank 1, step {step}, parameter '1.bias'"),
-    "empty": (empty, "EmptyBatchError", "rank 1, step {step}"),
+class Refusal(NamedTuple):
+    step: Step
+    error: str
+    parameter: str = ""
+    faulty: int = 1  # -1 is the last rank
+    codec: str = CODEC
+    factored: int = 2
+
+
+REFUSALS = {
+    "NaN": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", -1),
+    "Inf": Refusal(spoil(float("inf")), "PeerNonFiniteError", ", parameter '", -1),
+    "NaN, dense": Refusal(spoil_dense, "PeerNonFiniteError", ", parameter '1.bias'"),
+    "empty": Refusal(empty, "EmptyBatchError"),
+    "empty, dense": Refusal(empty, "EmptyBatchError", codec="dense", factored=0),
+    "empty, direct": Refusal(empty, "EmptyBatchError", codec="error_feedback(top_k:k=0.5)", factored=0),
+    "NaN, direct": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", codec="qsgd", factored=0),
 }
 
 
@@ -70,15 +89,16 @@ def outcome(action: Callable[[], Any]) -> str:
 
 def refused_steps() -> dict[str, Any]:
     rank, report = dist.get_rank(), {}
-    for name, (bad, _, _) in REFUSALS.items():
+    for name, case in REFUSALS.items():
+        faulty = rank == case.faulty % dist.get_world_size()
         for steps_before in (0, 2):
             for to_none in (True, False):
                 model = make()
-                with isgq.instrument(model, CODEC, routes="factors") as session:
+                with isgq.instrument(model, case.codec, routes="factors") as session:
                     for _ in range(steps_before):
                         whole(model, rank)
                         model.zero_grad(set_to_none=to_none)
-                    said = outcome(partial(bad, model, rank))
+                    said = outcome(partial(case.step, model, rank, faulty))
                     model.zero_grad(set_to_none=to_none)
                     for _ in range(2):
                         whole(model, rank)
@@ -121,14 +141,20 @@ def disagreements() -> dict[str, str]:
 
 
 def leave_out() -> tuple[str, float]:
-    model = make()
-    isgq.instrument(model, CODEC)
-    whole(model, dist.get_rank())
+    group = dist.new_group(timeout=timedelta(seconds=PATIENCE))
+    model, rank = make(), dist.get_rank()
+    isgq.instrument(model, CODEC, exchange=TorchExchange(group))
+    whole(model, rank)
+    dist.barrier()
     start = time.monotonic()
-    if dist.get_rank() == 1:
-        time.sleep(TIMEOUT + 6)
-        return "absent", 0.0
-    return outcome(lambda: whole(model, 0)), time.monotonic() - start
+    said = outcome(lambda: whole(model, rank)) if rank != 1 else "absent"
+    waited = time.monotonic() - start
+    dist.barrier()  # until here rank 1 lives, so that it is missed and not found dead
+    return said, waited
+
+
+def faults() -> dict[str, Any]:
+    return {"refusals": refused_steps(), "disagreements": disagreements(), "absence": leave_out()}
 
 
 def die(folder: str) -> None:
@@ -142,38 +168,42 @@ def die(folder: str) -> None:
         file.write(said)
 
 
-@pytest.fixture(scope="module")
-def refusals() -> list[dict[str, Any]]:
-    return launch(refused_steps, 2, timeout=TIMEOUT)
+@pytest.fixture(scope="module", params=[2, 3])
+def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return launch(faults, request.param, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_refused_step_is_one_error_and_training_goes_on(
-    refusals: list[dict[str, Any]], name: str, steps_before: int, to_none: bool
+    reports: list[dict[str, Any]], name: str, steps_before: int, to_none: bool
 ) -> None:
-    _, error, where = REFUSALS[name]
-    results = [report[name, steps_before, to_none] for report in refusals]
+    case = REFUSALS[name]
+    results = [report["refusals"][name, steps_before, to_none] for report in reports]
     for said, step, factored, grads in results:
-        assert said.startswith(f"{error}: {where.format(step=steps_before)}")
-        assert (step, factored) == (steps_before + 2, 2)
+        where = f"rank {case.faulty % len(reports)}, step {steps_before}{case.parameter}"
+        assert said.startswith(f"{case.error}: {where}")
+        assert (step, factored) == (steps_before + 2, case.factored)
+        assert len(grads) == 6
         assert all(bool(torch.isfinite(grad).all()) for grad in grads)
     assert len({said for said, *_ in results}) == 1
-    assert all(torch.equal(a, b) for a, b in zip(results[0][3], results[1][3], strict=True))
+    for *_, grads in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0][3], grads, strict=True))
 
 
-def test_ranks_that_disagree_are_refused_alike() -> None:
-    reports = launch(disagreements, 2, timeout=TIMEOUT)
-    assert reports[0] == reports[1]
-    for name, said in reports[0].items():
+def test_ranks_that_disagree_are_refused_alike(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["disagreements"] == reports[0]["disagreements"]
+    for name, said in reports[0]["disagreements"].items():
         assert said.startswith("MismatchError: rank 1"), (name, said)
 
 
-def test_a_rank_that_skips_a_step_is_missed_in_time() -> None:
-    said, waited = launch(leave_out, 2, timeout=TIMEOUT)[0]
-    assert said.startswith("ExchangeError: rank 0 of 2")
-    assert waited < TIMEOUT + 4
+def test_a_rank_that_skips_a_step_is_missed_in_time(reports: list[dict[str, Any]]) -> None:
+    for rank, report in enumerate(reports):
+        said, waited = report["absence"]
+        assert said.startswith(f"ExchangeError: rank {rank} of {len(reports)}" if rank != 1 else "absent")
+        assert waited < TIMEOUT / 2  # by its own timeout and not by that of the job
 
 
 def test_a_killed_rank_is_missed_in_time(tmp_path: Any) -> None:

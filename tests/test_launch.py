@@ -2,12 +2,14 @@
 
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +24,10 @@ def total_from_ranks(offset: int) -> tuple[int, int, torch.Tensor]:
     mine = torch.tensor([dist.get_rank() + offset])
     dist.all_reduce(mine)
     return dist.get_rank(), torch.get_num_threads(), mine
+
+
+def numbers() -> list[float]:
+    return [random.random(), float(np.random.random())]  # noqa: NPY002
 
 
 def raise_on_last() -> None:
@@ -68,6 +74,11 @@ def test_results_come_in_rank_order_and_tensors_outlive_their_rank() -> None:
     results = launch(total_from_ranks, 3, args=(10,), threads=2)
     assert [rank for rank, _, _ in results] == [0, 1, 2]
     assert all(threads == 2 and total.tolist() == [33] for _, threads, total in results)
+
+
+def test_ranks_do_not_share_random_numbers() -> None:
+    drawn = [number for rank in launch(numbers, 2) for number in rank]
+    assert len(set(drawn)) == 4
 
 
 def test_a_raising_rank_is_named_first_with_its_traceback() -> None:

@@ -94,44 +94,55 @@ def equal_everywhere(bits: Tensor) -> bool:
     return all(torch.equal(bits, other) for other in every)
 
 
-def replicas(specs: list[str]) -> dict[str, Any]:
+Case = tuple[str, dict[str, Any], int]
+"""Codec, options of the session, and steps."""
+
+LONG, SHORT = 200, 40
+CASES: dict[str, Case] = {spec: (spec, {}, SHORT) for spec in CODECS}
+CASES |= {f"{spec}, long": (spec, {}, LONG) for spec in ("isgq", "error_feedback(top_k:k=0.1)")}
+CASES |= {f"{spec} of the model": (spec, {"scope": "model"}, SHORT) for spec in ("fp16", "top_k:k=4", "qsgd")}
+CASES["isgq, the rest as one"] = ("isgq", {"scope": "model", "dense": "error_feedback(top_k:k=0.1)"}, SHORT)
+
+
+def replicas(cases: dict[str, Case]) -> dict[str, Any]:
     report: dict[str, Any] = {}
-    for spec in specs:
+    for name, (spec, options, steps) in cases.items():
         torch.manual_seed(dist.get_rank())  # the ranks begin with different weights
-        model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
+        model = nn.Sequential(nn.Linear(8, 12), nn.LayerNorm(12), nn.ReLU(), nn.Linear(12, 3))
         door = Counting(TorchExchange())
         seen: list[bytes] = []
         try:
-            with isgq.instrument(model, spec, exchange=door, routes="factors") as session:
+            with isgq.instrument(model, spec, exchange=door, routes="factors", **options) as session:
 
                 def look(model: nn.Module = model, seen: list[bytes] = seen) -> None:
                     seen.append(b"".join(p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None))
 
-                train(model, range(200), look)
+                train(model, range(steps), look)
                 traffic = session.traffic
                 ledger = (traffic.sent, traffic.setup + sum(traffic.by_parameter.values()) + traffic.overhead)
             same = equal_everywhere(fingerprint(list(model.parameters())))
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, seen)
             unequal = [step for step, bits in enumerate(zip(*every, strict=True)) if len(set(bits)) > 1]
-            report[spec] = (unequal, same, (*ledger, door.handed), traffic.overhead)
+            report[name] = (len(seen), unequal, same, (*ledger, door.handed), traffic.overhead)
         except IsgqError as error:
-            report[spec] = f"{type(error).__name__}: {error}"
+            report[name] = f"{type(error).__name__}: {error}"
     return report
 
 
 @pytest.fixture(scope="module")
 def two_replicas() -> list[dict[str, Any]]:
-    return launch(replicas, 2, args=(CODECS,), timeout=30)
+    return launch(replicas, 2, args=(CASES,), timeout=30)
 
 
-@pytest.mark.parametrize("spec", CODECS)
+@pytest.mark.parametrize("name", CASES)
 def test_replicas_hold_the_same_bits_and_the_ledger_what_went_out(
-    two_replicas: list[dict[str, Any]], spec: str
+    two_replicas: list[dict[str, Any]], name: str
 ) -> None:
     for report in two_replicas:
-        assert not isinstance(report[spec], str), report[spec]
-        unequal, same, sums, overhead = report[spec]
+        assert not isinstance(report[name], str), report[name]
+        steps, unequal, same, sums, overhead = report[name]
+        assert steps == CASES[name][2]
         assert unequal == []
         assert same
         assert len(set(sums)) == 1
@@ -215,6 +226,53 @@ def test_wrapped_and_untrainable_models_are_refused() -> None:
         isgq.instrument(nn.ReLU())
 
 
+def one_step(spec: str, model: nn.Module, **options: Any) -> tuple[isgq.Session, list[Tensor]]:
+    with isgq.instrument(model, spec, **options) as session:
+        loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(3)).to(next(model.parameters()).dtype))
+        loss.float().square().mean().backward()
+    return session, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_a_codec_of_single_elements_gives_the_same_for_each_tensor_and_for_the_model() -> None:
+    each, by_tensor = one_step("fp16", make())
+    whole, by_model = one_step("fp16", make(), scope="model")
+    assert all(torch.equal(a, b) for a, b in zip(by_tensor, by_model, strict=True))
+    assert list(whole.traffic.by_parameter) == ["model/torch.float32/cpu"]
+    assert len(each.traffic.by_parameter) == 4
+    assert whole.traffic.sent < each.traffic.sent
+
+
+def test_top_k_of_the_model_keeps_the_largest_of_all_tensors_and_has_one_header() -> None:
+    exact, gradients = one_step("dense", make())
+    each, by_tensor = one_step("top_k:k=4", make())
+    whole, by_model = one_step("top_k:k=16", make(), scope="model")  # four tensors: as many entries
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    kept = torch.zeros_like(flat).scatter(0, largest := flat.abs().topk(16).indices, flat[largest])
+    assert torch.equal(torch.cat([gradient.reshape(-1) for gradient in by_model]), kept)
+    assert sum(int(gradient.count_nonzero()) for gradient in by_tensor) == 15  # the last bias has three
+    assert whole.traffic.sent < each.traffic.sent < exact.traffic.sent
+
+
+def test_the_model_is_one_vector_for_each_dtype() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(8, 6), nn.Linear(6, 3, dtype=torch.bfloat16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).bfloat16())  # type: ignore[no-any-return]
+
+    _, expected = one_step("dense", Mixed())
+    session, got = one_step("bf16", Mixed(), scope="model")
+    sizes = session.traffic.by_parameter
+    assert list(sizes) == ["model/torch.float32/cpu", "model/torch.bfloat16/cpu"]
+    assert [p.dtype for p in got] == [torch.float32] * 2 + [torch.bfloat16] * 2
+    assert all(torch.equal(a, b.bfloat16().to(b.dtype)) for a, b in zip(got, expected, strict=True))
+    for dtype, entries in (("float32", 54), ("bfloat16", 21)):
+        assert 2 * entries < sizes[f"model/torch.{dtype}/cpu"] < 2 * entries + 64
+
+
 @pytest.mark.parametrize("option", [{"routes": "both"}, {"sync": "never"}, {"scope": "layer"}, {"codec": "zip"}])
 def test_unknown_options_are_named(option: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(option.values()))):
@@ -251,13 +309,9 @@ def test_a_state_of_another_session_is_refused(change: dict[str, Any]) -> None:
         session.load_state_dict(session.state_dict() | change)
 
 
-def bytes_per_step(workers: int, steps: int = 30) -> tuple[float, int]:
+def bytes_per_step(workers: int, images: Tensor, labels: Tensor, steps: int = 16) -> tuple[float, int]:
     """What worker 0 of ``workers`` sends each step, and its dense weights' bytes; 128 samples in all."""
-    digits = data.load("mnist5k")
     model = models.build("fc:hidden=1000-300-100", classes=10, in_shape=(1, 28, 28), seed=0)
-    images = torch.as_tensor(digits.train_x).float().reshape(-1, 1, 28, 28)
-    images = (images / 255 if images.max() > 1 else images) - 0.13
-    labels = torch.as_tensor(digits.train_y).long()
     rows, optimizer = 128 // workers, torch.optim.SGD(model.parameters(), lr=0.05)
     with isgq.instrument(model, "dithered:levels=1,bucket=row") as session:
         for step in range(steps):
@@ -272,7 +326,8 @@ def bytes_per_step(workers: int, steps: int = 30) -> tuple[float, int]:
 
 
 def test_bytes_of_a_worker_fall_with_the_number_of_workers_and_far_below_dense() -> None:
-    sent = {workers: bytes_per_step(workers) for workers in (1, 2, 4, 8)}
+    digits = data.load("mnist5k")
+    sent = {workers: bytes_per_step(workers, digits.train_x - 0.13, digits.train_y) for workers in (1, 2, 4, 8)}
     for workers, (each, _) in sent.items():
         assert each * workers == pytest.approx(sent[1][0], rel=0.05)
     each, dense = sent[8]

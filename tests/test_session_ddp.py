@@ -99,20 +99,26 @@ def compare(names: list[str]) -> dict[str, Any]:
     return report
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return launch(compare, request.param, args=(list(CASES),), timeout=60)
+ON_THREE = ["linear 2-d", "conv2d", "embedding", "twice", "no_sync", "unused on a rank", "tied", "attention"]
+RUNS = [(2, name) for name in CASES] + [(3, name) for name in ON_THREE]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_exact_session_equals_data_parallel(reports: list[dict[str, Any]], name: str) -> None:
+@pytest.fixture(scope="module")
+def reports() -> dict[int, list[dict[str, Any]]]:
+    """By number of ranks."""
+    return {2: launch(compare, 2, args=(list(CASES),)), 3: launch(compare, 3, args=(ON_THREE,))}
+
+
+@pytest.mark.parametrize(("ranks", "name"), RUNS)
+def test_an_exact_session_equals_data_parallel(reports: dict[int, list[dict[str, Any]]], ranks: int, name: str) -> None:
     case = CASES[name]
-    for report in reports:
+    assert len(reports[ranks]) == ranks
+    for report in reports[ranks]:
         assert not isinstance(report[name], str), report[name]
         worst, dense, _ = report[name]
         assert worst <= case.tolerance
         assert dense == list(case.dense)
-    assert len({report[name][2] for report in reports}) == 1
+    assert len({report[name][2] for report in reports[ranks]}) == 1
 
 
 def test_a_deep_copy_of_the_model_is_free_of_the_session() -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from data import DataError, mnist5k
+from train import main
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--model", "fc:hidden=16", "--data", "mnist5k", "--schedule", "constant"]
@@ -48,6 +50,21 @@ def train(*options: str, launcher: tuple[str, ...] = ()) -> tuple[int, str, str]
     process = start(*options, launcher=launcher)
     output, errors = process.communicate(timeout=120)
     return process.returncode, output, errors
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Calls the command line in this process, as it refuses before it starts any other: exit code and what it says."""
+
+    def call(*options: str) -> tuple[int, str]:
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(sys, "argv", ["train.py", *options])
+        monkeypatch.setattr("train.launch", lambda *_, **__: pytest.fail("it started ranks"))
+        for name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        return main(), capsys.readouterr().err
+
+    return call
 
 
 def summary(folder: Path) -> list[dict[str, Any]]:
@@ -152,16 +169,18 @@ def test_a_run_that_diverges_names_its_error_and_leaves_the_trace_in_a_file(tmp_
         (["--workers", "3"], "--total-batch 128 cannot be shared equally by 3 workers"),
     ],
 )
-def test_a_mistake_is_one_line_before_anything_starts(tmp_path: Path, options: list[str], named: str) -> None:
-    code, _, errors = train(*options, "--out", str(tmp_path / "new"))
+def test_a_mistake_is_one_line_before_anything_starts(
+    refused: Callable[..., tuple[int, str]], tmp_path: Path, options: list[str], named: str
+) -> None:
+    code, errors = refused(*options, "--out", str(tmp_path / "new"))
     assert code == 2
     assert errors.count("\n") == 1
     assert named in errors
     assert not (tmp_path / "new").exists()
 
 
-def test_a_checkpoint_of_other_settings_is_refused(whole: Path) -> None:
+def test_a_checkpoint_of_other_settings_is_refused(refused: Callable[..., tuple[int, str]], whole: Path) -> None:
     options = ["--workers", "2", "--codec", FEEDBACK, "--out", str(whole), "--resume"]
-    code, _, errors = train(*SMALL, *options, "--epochs", "4", "--lr", "0.1")
+    code, errors = refused(*SMALL, *options, "--epochs", "4", "--lr", "0.1")
     assert code == 2
     assert "was made with lr=0.2" in errors

@@ -31,7 +31,7 @@ def choose_codecs(spec: str | AnyCodec, dense: str | AnyCodec | None) -> tuple[P
     direct = direct_codec(dense, "dense") if dense is not None else None
     if spec == "dense":
         return None, direct
-    built = codec(spec)
+    built = codec(spec, also=["dense"])
     if isinstance(built, PairCodec):
         return built, direct
     if isinstance(built, _ON_FACTORS):

@@ -24,12 +24,17 @@ from isgq.core.errors import CodecError
 from isgq.core.payload import Factors
 
 
-def _rows(factor: Tensor, variance: Tensor, what: str) -> tuple[Tensor, Tensor]:
-    """Squares of a factor and its variances as float64 ``[b, features]``; CodecError where they do not fit."""  # noqa: DOC501
-    if variance.shape != factor.shape:
-        raise CodecError(f"v{what} has shape {tuple(variance.shape)}, must be that of {what}: {tuple(factor.shape)}")
-    features = factor.shape[-1]
-    return factor.double().square().reshape(-1, features), variance.double().reshape(-1, features)
+def _rows(factors: Factors, vx: Tensor, vd: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Squares of x, vx, squares of d, vd: float64 ``[b, features]``; CodecError where they do not fit."""  # noqa: DOC501
+    rows: list[Tensor] = []
+    for what, factor, variance in (("x", factors.x, vx), ("d", factors.d, vd)):
+        if variance.shape != factor.shape:
+            raise CodecError(
+                f"v{what} has shape {tuple(variance.shape)}, must be that of {what}: {tuple(factor.shape)}"
+            )
+        rows += [t.double().reshape(-1, factor.shape[-1]) for t in (factor, variance)]
+    x, vx, d, vd = rows
+    return x.square(), vx, d.square(), vd
 
 
 def entrywise_variance(factors: Factors, vx: Tensor, vd: Tensor) -> Tensor:
@@ -43,8 +48,7 @@ def entrywise_variance(factors: Factors, vx: Tensor, vd: Tensor) -> Tensor:
     Raises:
         CodecError: a variance has not the shape of its factor.
     """
-    x2, vx = _rows(factors.x, vx, "x")
-    d2, vd = _rows(factors.d, vd, "d")
+    x2, vx, d2, vd = _rows(factors, vx, vd)
     return d2.T @ vx + vd.T @ (x2 + vx)
 
 
@@ -61,9 +65,7 @@ def product_variance(factors: Factors, vx: Tensor, vd: Tensor) -> Tensor:
     Raises:
         CodecError: a variance has not the shape of its factor.
     """
-    x2, vx = _rows(factors.x, vx, "x")
-    d2, vd = _rows(factors.d, vd, "d")
-    x2_b, vx_b, d2_b, vd_b = (t.sum(1) for t in (x2, vx, d2, vd))
+    x2_b, vx_b, d2_b, vd_b = (t.sum(1) for t in _rows(factors, vx, vd))
     return torch.dot(d2_b, vx_b) + torch.dot(x2_b, vd_b) + torch.dot(vx_b, vd_b)
 
 

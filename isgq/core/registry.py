@@ -13,7 +13,7 @@ the last one given stands for the fields that follow too.
 import dataclasses
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from isgq.core.codec import Codec, PairCodec
@@ -100,34 +100,41 @@ def codec_names() -> list[str]:
     return sorted(_REGISTRY)
 
 
-def codec_class(name: str) -> type[Any]:
+def codec_class(name: str, also: Sequence[str] = ()) -> type[Any]:
     """The class registered under a name.
+
+    Args:
+        name: the name.
+        also: names to list besides, which mean something where the name comes from.
 
     Raises:
         OptionError: unknown name; the message lists the known ones.
     """
+    if name in _ALIASES:
+        raise OptionError(f"{name!r} stands for {_ALIASES[name]!r} and takes no options itself: give that with yours")
     if name not in _REGISTRY:
-        raise OptionError(f"unknown codec {name!r}; known: {', '.join(codec_names())}")
+        raise OptionError(f"unknown codec {name!r}; known: {', '.join(sorted([*_REGISTRY, *_ALIASES, *also]))}")
     return _REGISTRY[name]
 
 
-def codec(spec: "str | AnyCodec") -> AnyCodec:
+def codec(spec: "str | AnyCodec", *, also: Sequence[str] = ()) -> AnyCodec:
     """Build a codec from its spec string; a codec object is returned as it is.
 
     Args:
         spec: e.g. ``"dithered:levels=1,bucket=row"``.
+        also: what else the caller takes in the place of a spec; an unknown name's error lists it.
 
     Raises:
         OptionError: malformed spec, unknown name or option, or a value outside its range.
     """
     if not isinstance(spec, str):
         return spec
-    spec = _ALIASES.get(spec, spec)
+    spec = _ALIASES.get(spec.strip(), spec)
     name, inner, options = split_spec(spec)
     if any("->" in option for option in options):
         scheduled: AnyCodec = codec_class("scheduled")(spec)
         return scheduled
-    cls = codec_class(name)
+    cls = codec_class(name, also)
     known = {f.name: f for f in dataclasses.fields(cls) if f.init}
     hints = typing.get_type_hints(cls)
     nested = [n for n in known if hints[n] in {Codec, PairCodec, AnyCodec}]

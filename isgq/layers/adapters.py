@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isgq.core.errors import OptionError
+from isgq.core.errors import InstrumentError, OptionError
 
 
 class Adapter(Protocol):
@@ -74,6 +74,22 @@ def register_adapter(*module_types: type[nn.Module]) -> Callable[[_A], _A]:
 def adapter_for(module: nn.Module) -> Adapter | None:
     """The adapter of the module's exact type, or None."""
     return _ADAPTERS.get(type(module))
+
+
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """No route carries sparse tensors, so better no session than an error in the first backward pass.
+
+    Raises:
+        InstrumentError: a trainable table was built with ``sparse=True``; the message says what to do.
+    """
+    for name, module in model.named_modules():
+        table = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        if table and module.weight.requires_grad:
+            raise InstrumentError(
+                f"{name or 'the model'} is {type(module).__name__}(sparse=True), which makes sparse gradients; those "
+                "cannot be synchronised: set its sparse to False, or freeze its weight. As factors, indices and rows, "
+                "the gradient of an Embedding stays as small as a sparse one"
+            )
 
 
 @register_adapter(nn.Linear)
@@ -146,8 +162,6 @@ class EmbeddingAdapter:
 
     def refusal(self, module: nn.Embedding) -> str | None:
         """Not with options that make the gradient depend on more than the looked-up rows."""
-        if module.sparse:
-            return "Embedding(sparse=True) makes a sparse gradient"
         if module.scale_grad_by_freq:
             return "Embedding(scale_grad_by_freq=True) scales by this rank's counts"
         return None

@@ -12,6 +12,7 @@ from isgq.core.keys import Key
 from isgq.core.payload import Payload, Symbols
 from isgq.core.registry import codec, spec_of
 from isgq.wire import pack, unpack
+from tests.codecs.inputs import normal
 
 KEY = Key("layer.weight", seed=3, step=5, rank=1)
 TINY = 2.0**-126
@@ -48,10 +49,6 @@ def built(spec: str) -> Codec:
 
 def is_random(spec: str) -> bool:
     return "stochastic" in spec or not spec.startswith(DETERMINISTIC)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 SHAPES = {

@@ -13,15 +13,12 @@ from isgq.core.keys import Key
 from isgq.core.payload import Payload, Symbols
 from isgq.core.registry import codec, spec_of
 from isgq.wire import pack, unpack
+from tests.codecs.inputs import SHAPES, normal
 
 KEY = Key("layer.weight", seed=1, step=2)
 SAMPLERS = ("systematic", "pivotal", "conditional_poisson")
 DIVERGENCES = ("squared", "chi_squared")
 SPECS = [f"eus:m=0.1,divergence={d},sampler={s}" for d in DIVERGENCES for s in SAMPLERS]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def skewed(n: int, seed: int = 0) -> Tensor:
@@ -119,29 +116,15 @@ def test_bytes_are_those_of_the_heavy_values_signs_and_positions(make: object) -
     assert pack(payload).numel() < 0.7 * pack(top).numel()
 
 
-SHAPES = {
-    "zero": torch.zeros(5, 7),
-    "constant": torch.full((5, 7), -2.5),
-    "one element": torch.tensor([3.0]),
-    "0-d": torch.tensor(-3.0),
-    "empty": torch.zeros(0, 4),
-    "odd": normal(3, 5, 7),
-    "transposed": normal(6, 9).t(),
-    "strided": normal(50)[::3],
-    "expanded": torch.tensor(1.5).expand(4, 6),
-    "channels last": normal(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
-    "tiny": normal(40) * 1e-38,
-    "huge": normal(40) * 1e37,
-    "all magnitudes": skewed(64) ** 7,
-}
+CASES = SHAPES | {"all magnitudes": skewed(64) ** 7}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_any_tensor(spec: str, name: str, dtype: torch.dtype) -> None:
     limit = torch.finfo(dtype).max
-    x = SHAPES[name].double().clamp(-limit, limit).to(dtype)
+    x = CASES[name].double().clamp(-limit, limit).to(dtype)
     built = codec(spec)
     assert isinstance(built, EUS)
     payload = built.encode(x, KEY)

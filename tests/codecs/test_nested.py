@@ -7,12 +7,9 @@ from isgq.codecs.dithered import Dithered
 from isgq.codecs.nested import NestedDithered, decode_in_order
 from isgq.core.errors import CodecError
 from isgq.core.keys import Key
+from tests.codecs.inputs import normal
 
 KEY = Key("w", step=2)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def plain(levels: int) -> Dithered:

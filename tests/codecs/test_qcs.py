@@ -9,13 +9,10 @@ from isgq.codecs import hadamard, qcs
 from isgq.codecs.qcs import QCS, gamma
 from isgq.core.errors import OptionError
 from isgq.core.keys import Key, uniform
+from tests.codecs.inputs import normal
 
 KEY = Key("w", step=4)
 ORDERS = (1, 2, 4, 64, 12, 24, 96, 100, 144, 192, 200, 288, 320, 384)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -7,12 +7,9 @@ from isgq.codecs.casts import BF16, FP16
 from isgq.codecs.one_bit import OneBit
 from isgq.codecs.sign import Sign
 from isgq.core.keys import Key
+from tests.codecs.inputs import normal
 
 KEY = Key("w")
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 ROWS = {

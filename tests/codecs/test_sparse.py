@@ -15,13 +15,10 @@ from isgq.core.keys import Key
 from isgq.core.payload import Payload, Symbols
 from isgq.core.registry import codec, spec_of
 from isgq.wire import pack, unpack
+from tests.codecs.inputs import SHAPES, normal
 
 CPU = torch.device("cpu")
 KEY = Key("layer.weight", seed=1, step=2)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def decoded(spec: str | Codec, x: Tensor, key: Key = KEY) -> Tensor:
@@ -193,21 +190,6 @@ SPECS = [
     "rtop_k:r=0.4,k=0.1",
     "rtop_k:r=30,k=3,debias=true,values=float16",
 ]
-
-SHAPES = {
-    "zero": torch.zeros(5, 7),
-    "constant": torch.full((5, 7), -2.5),
-    "one element": torch.tensor([3.0]),
-    "0-d": torch.tensor(-3.0),
-    "empty": torch.zeros(0, 4),
-    "odd": normal(3, 5, 7),
-    "transposed": normal(6, 9).t(),
-    "strided": normal(50)[::3],
-    "expanded": torch.tensor(1.5).expand(4, 6),
-    "channels last": normal(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
-    "tiny": normal(40) * 1e-38,
-    "huge": normal(40) * 1e37,
-}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])

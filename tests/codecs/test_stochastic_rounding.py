@@ -9,12 +9,9 @@ from isgq.codecs.int8 import Int8
 from isgq.codecs.qsgd import QSGD
 from isgq.codecs.terngrad import TernGrad
 from isgq.core.keys import Key, random_int32
+from tests.codecs.inputs import normal
 
 KEY = Key("w", step=1)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("levels", [1, 2, 7, 127])

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-import isgq.codecs  # noqa: F401
+from isgq.codecs.roles import choose_codecs
 from isgq.core import registry
 from isgq.core.codec import Codec
 from isgq.core.errors import OptionError
@@ -74,7 +74,9 @@ def test_options_are_read_by_their_annotation(spec, values):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("smaple", ["smaple", "sample", "dithered", "exact"]),
+        ("smaple", ["smaple", "sample", "dithered", "exact", "isgq"]),
+        ("smaple:count=1->2@3", ["smaple", "sample", "isgq"]),
+        ("isgq:levels=2", ["isgq", "separate(dithered:levels=1,bucket=row)", "no options"]),
         ("sample:cuont=1", ["cuont", "count", "share", "loud", "word", "size", "limit"]),
         ("sample:count", ["count", "option=value"]),
         ("sample:count=1,count=2", ["count", "twice"]),
@@ -108,6 +110,12 @@ def test_errors_list_what_is_allowed(spec, words):
         codec(spec)
     missing = [word for word in words if word not in str(error.value)]
     assert not missing, f"{missing} not in {error.value}"
+    assert "dense" not in str(error.value)  # that is a session's word
+
+
+def test_a_session_lists_the_plain_gradient_too():
+    with pytest.raises(OptionError, match=r"unknown codec 'dnese'; known: bf16, dense, dithered, .* isgq, "):
+        choose_codecs("dnese", None)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import isgq
+from isgq.core.errors import InstrumentError
 from isgq.core.payload import Factors
 from isgq.layers import find_units
 from isgq.layers.capture import Capture, Unit
@@ -45,8 +47,23 @@ def test_contract_is_autograds_gradient_and_bilinear(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
-def test_embeddings_that_are_no_product_are_refused_with_a_reason(option: str) -> None:
-    units, reasons = find_units(nn.Embedding(4, 3, **{option: True}), lambda name: False)
+def test_embeddings_that_are_no_product_are_refused_with_a_reason() -> None:
+    units, reasons = find_units(nn.Embedding(4, 3, scale_grad_by_freq=True), lambda name: False)
     assert not units
-    assert option in reasons["weight"]
+    assert "scale_grad_by_freq" in reasons["weight"]
+
+
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_at_once_and_told_what_to_do(
+    table: type[nn.Embedding] | type[nn.EmbeddingBag],
+) -> None:
+    model = nn.ModuleDict({"table": table(4, 3, sparse=True), "head": nn.Linear(3, 2)})
+    for codec in ("isgq", "dense", "top_k"):
+        with pytest.raises(
+            InstrumentError, match=rf"table is {table.__name__}\(sparse=True\).* set its sparse to False"
+        ):
+            isgq.instrument(model, codec)
+    model["table"].requires_grad_(False)
+    isgq.instrument(model).close()  # a frozen table has no gradient
+    model["table"].requires_grad_(True).sparse = False
+    isgq.instrument(model).close()
