@@ -97,11 +97,10 @@ def equal_everywhere(bits: Tensor) -> bool:
 Case = tuple[str, dict[str, Any], int]
 """Codec, options of the session, and steps."""
 
-LONG, SHORT = 200, 40
-CASES: dict[str, Case] = {spec: (spec, {}, SHORT) for spec in CODECS}
-CASES |= {f"{spec}, long": (spec, {}, LONG) for spec in ("isgq", "error_feedback(top_k:k=0.1)")}
-CASES |= {f"{spec} of the model": (spec, {"scope": "model"}, SHORT) for spec in ("fp16", "top_k:k=4", "qsgd")}
-CASES["isgq, the rest as one"] = ("isgq", {"scope": "model", "dense": "error_feedback(top_k:k=0.1)"}, SHORT)
+STEPS = 200
+CASES: dict[str, Case] = {spec: (spec, {}, STEPS) for spec in CODECS}
+CASES |= {f"{spec} of the model": (spec, {"scope": "model"}, STEPS) for spec in ("fp16", "top_k:k=4", "qsgd")}
+CASES["isgq, the rest as one"] = ("isgq", {"scope": "model", "dense": "error_feedback(top_k:k=0.1)"}, STEPS)
 
 
 def replicas(cases: dict[str, Case]) -> dict[str, Any]:
