@@ -50,6 +50,15 @@ def spoil_dense(model: nn.Module, rank: int, faulty: bool) -> None:
             handle.remove()
 
 
+def overflow(model: nn.Module, rank: int, faulty: bool) -> None:
+    """Every rank's gradient is finite, their sum is not."""
+    handle = model[1].bias.register_hook(lambda grad: grad * 0 + 3e38)  # type: ignore[index]
+    try:
+        whole(model, rank)
+    finally:
+        handle.remove()
+
+
 def empty(model: nn.Module, rank: int, faulty: bool) -> None:
     model(torch.ones(0 if faulty else 4, 6)).sum().backward()
 
@@ -66,8 +75,12 @@ class Refusal(NamedTuple):
     faulty: int = 1  # -1 is the last rank
     codec: str = CODEC
     factored: int = 2
+    options: dict[str, Any] = {}  # noqa: RUF012  # of the session
 
 
+TWO_PASS: dict[str, Any] = {"aggregate": "two_pass", "down": "one_bit"}
+SERVER: dict[str, Any] = {"aggregate": "server", "down": "top_k:k=0.5"}
+TOP_K = "top_k:k=0.5"
 REFUSALS = {
     "NaN": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", -1),
     "Inf": Refusal(spoil(float("inf")), "PeerNonFiniteError", ", parameter '", -1),
@@ -76,6 +89,10 @@ REFUSALS = {
     "empty, dense": Refusal(empty, "EmptyBatchError", codec="dense", factored=0),
     "empty, direct": Refusal(empty, "EmptyBatchError", codec="error_feedback(top_k:k=0.5)", factored=0),
     "NaN, direct": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", codec="qsgd", factored=0),
+    "NaN, two passes": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", options=TWO_PASS),
+    "NaN, server": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", -1, TOP_K, 0, SERVER),
+    "empty, two passes": Refusal(empty, "EmptyBatchError", codec=TOP_K, factored=0, options=TWO_PASS),
+    "the mean overflows": Refusal(overflow, "PeerNonFiniteError", faulty=0, codec=TOP_K, factored=0, options=SERVER),
 }
 
 
@@ -94,7 +111,7 @@ def refused_steps() -> dict[str, Any]:
         for steps_before in (0, 2):
             for to_none in (True, False):
                 model = make()
-                with isgq.instrument(model, case.codec, routes="factors") as session:
+                with isgq.instrument(model, case.codec, routes="factors", **case.options) as session:
                     for _ in range(steps_before):
                         whole(model, rank)
                         model.zero_grad(set_to_none=to_none)
@@ -157,9 +174,9 @@ def faults() -> dict[str, Any]:
     return {"refusals": refused_steps(), "disagreements": disagreements(), "absence": leave_out()}
 
 
-def die(folder: str) -> None:
+def die(folder: str, options: dict[str, Any]) -> None:
     model = make()
-    isgq.instrument(model, CODEC)
+    isgq.instrument(model, CODEC, **options)
     whole(model, rank := dist.get_rank())
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -206,9 +223,10 @@ def test_a_rank_that_skips_a_step_is_missed_in_time(reports: list[dict[str, Any]
         assert waited < TIMEOUT / 2  # by its own timeout and not by that of the job
 
 
-def test_a_killed_rank_is_missed_in_time(tmp_path: Any) -> None:
+@pytest.mark.parametrize("options", [{}, TWO_PASS, SERVER], ids=["gather", "two_pass", "server"])
+def test_a_killed_rank_is_missed_in_time(tmp_path: Any, options: dict[str, Any]) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 1 of 2: killed"):
-        launch(die, 2, args=(str(tmp_path),), timeout=TIMEOUT)
+        launch(die, 2, args=(str(tmp_path), options), timeout=TIMEOUT)
     assert time.monotonic() - start < TIMEOUT + 30
     assert (tmp_path / "0").read_text().startswith("ExchangeError: rank 0 of 2")
