@@ -205,10 +205,15 @@ def train_asynchronously(config: Config, run: Run) -> Summary:
     with instrument(model, config, run) as session:
         if session.serves:
             return serve(config, run, model, dataset, session)
-        for epoch in range(config.epochs):
-            for mine in shares(len(dataset.train_y), run, rank - 1, config.seed, epoch):
+        alone = replace(run, workers=1)
+        for epoch in itertools.count():  # every worker in an order of its own, as fast as it can
+            for mine in shares(len(dataset.train_y), alone, 0, config.seed, epoch, order=rank):
                 loss = F.cross_entropy(model(dataset.train_x[mine]), dataset.train_y[mine])
                 loss.backward()  # type: ignore[no-untyped-call]  # the server has stepped, the model follows it
+                if session.done:
+                    break
+            if session.done:
+                break
     return summarise(config, run, (math.nan, math.nan), [math.nan] * 3, 0.0)
 
 
@@ -246,7 +251,7 @@ def serve(config: Config, run: Run, model: nn.Module, dataset: data.Dataset, ses
             append_metrics(config.out, entry | {"seconds": begin - started - spent})
             spent += time.perf_counter() - begin
 
-    service = session.serve(optimizer, on_update)
+    service = session.serve(optimizer, on_update, total)
     bar.close()
     if service.updates < total:  # some worker was lost
         result = evaluate(model, dataset, 0, 1)
@@ -290,11 +295,11 @@ def summarise(
     )
 
 
-def shares(n: int, run: Run, rank: int, seed: int, epoch: int) -> Iterator[Tensor]:
+def shares(n: int, run: Run, rank: int, seed: int, epoch: int, order: int = 0) -> Iterator[Tensor]:
     """This worker's indices [batch] of each step of an epoch: one order for all, cut into equal parts by rank."""
-    digest = isgq.Key("order", seed, epoch).digest
-    order = torch.argsort(random_int32(digest, "train.shares", n), stable=True)
-    for total in torch.split(order, run.batch * run.workers):
+    digest = isgq.Key("order", seed, epoch, order).digest
+    shuffled = torch.argsort(random_int32(digest, "train.shares", n), stable=True)
+    for total in torch.split(shuffled, run.batch * run.workers):
         if len(total) == run.batch * run.workers:
             yield total[rank * run.batch : (rank + 1) * run.batch]
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from isgq.aggregate import NOTHING, Gather, Outgoing, Step, read_message, replies_of
 from isgq.agreement import check_headers
+from isgq.choice import Choice
 from isgq.core.codec import Codec
 from isgq.core.errors import ExchangeError, IsgqError, MismatchError, NonFiniteError, OptionError, PeerError
 from isgq.exchange import Channel, Exchange
@@ -54,6 +55,9 @@ class Worker(Gather):
         up: the codec of gradients.
         down: the server's codec.
         parameters: the trainable ones, by name; they follow the server.
+
+    Attributes:
+        done: whether the server has applied all the gradients it wants.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Worker(Gather):
         super().__init__(exchange, up)
         self._channel, self._down, self._parameters = channel, down, parameters
         self._replica = masters(parameters)
+        self.done = False
 
     def agree(self, step: Step, outgoing: Outgoing) -> list[Header]:
         """This rank's header; PeerError where this rank cannot take part."""  # noqa: DOC501
@@ -89,10 +94,12 @@ class Worker(Gather):
         self._channel.send(torch.cat([headers[0].pack(), *outgoing.messages]))
         header, message = open_message(self._channel.receive(), 0)
         self.up, self.down = [outgoing.messages[0].numel()], [message.numel()]
-        check_headers([replace(header, step=step.number)], step.names)
-        replies = replies_of(step.carriers, self._down)
-        for name, change in decode(replies, message).items():
-            self._replica[name] += change
+        self.done = header.status is Status.DONE
+        if not self.done:
+            check_headers([replace(header, step=step.number)], step.names)
+            replies = replies_of(step.carriers, self._down)
+            for name, change in decode(replies, message).items():
+                self._replica[name] += change
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(self._replica[name])
@@ -100,7 +107,9 @@ class Worker(Gather):
         return {}
 
     def leave(self, step: Step, failed: bool) -> None:
-        """Tell the server that this worker is done, or has failed."""
+        """Tell the server that this worker is done, or has failed, unless it was the server that said so."""
+        if self.done:
+            return
         status = Status.FAILED if failed else Status.DONE
         with contextlib.suppress(ExchangeError):  # the server is gone itself, which whoever needs it has noticed
             self._channel.send(Header(status, NO_PARAMETER, step.number, step.digest, [0], step.used).pack())
@@ -159,42 +168,48 @@ class Server:
 
     Args:
         step: names, carriers, seed and digest, as on the workers.
-        down: compresses the replies; without memory.
-        parameters: the trainable ones, by name, in float32; the optimizer's.
+        choice: what compresses the replies, and how old a gradient may get; a fast worker waits instead.
+        parameters: the trainable ones, by name; the optimizer's. They become float32 if they are less.
         channels: to every worker, by rank.
-        max_staleness: no gradient is applied later than this; a fast worker waits instead. None for no bound.
+        exchange: which counts the channels' bytes.
         log: told of workers that are lost.
     """
 
     def __init__(
         self,
         step: Step,
-        down: Codec,
+        choice: Choice,
         parameters: Mapping[str, nn.Parameter],
         channels: Mapping[int, Channel],
-        max_staleness: int | None,
+        exchange: Exchange,
         log: Callable[[str], None],
     ) -> None:
+        for parameter in parameters.values():
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         self._step, self._parameters, self._channels, self._log = step, parameters, channels, log
-        self._bound = max_staleness
-        self._replies = replies_of(step.carriers, down)
+        self._bound, self._exchange = choice.max_staleness, exchange
+        self._replies = replies_of(step.carriers, choice.down)
         self._replicas = {worker: masters(parameters) for worker in channels}
         self._issued = dict.fromkeys(channels, 0)  # the update that each active worker's replica comes from
         self._inbox: queue.SimpleQueue[tuple[int, Tensor | IsgqError]] = queue.SimpleQueue()
         self._outbox: dict[int, queue.SimpleQueue[_Reply]] = {worker: queue.SimpleQueue() for worker in channels}
         self.service = Service()
 
-    def run(self, optimizer: torch.optim.Optimizer, on_update: Callable[[int], None]) -> Service:
+    def run(
+        self, optimizer: torch.optim.Optimizer, on_update: Callable[[int], None], last: int | None = None
+    ) -> Service:
         """Serve until every worker is done or lost.
 
         Args:
             optimizer: steps once per gradient that arrives.
             on_update: called with the number of updates after each.
+            last: after so many updates, every worker is told that it is done; None to serve until all say so.
 
         Raises:
             PeerError: no worker is left, and none was done.
             NonFiniteError: the parameters are not finite any more.
         """
+        before = (self._exchange.sent, self._exchange.received)
         threads = [threading.Thread(target=self._listen, args=(worker,), daemon=True) for worker in self._channels]
         for thread in threads:
             thread.start()
@@ -205,6 +220,10 @@ class Server:
                 while (turn := self._next(worker for worker, _, _ in arrived)) is not None:
                     worker, header, message = arrived[turn]
                     del arrived[turn]
+                    if self.service.updates == last:
+                        del self._issued[worker]
+                        self._outbox[worker].put(_Reply(self._headed(Status.DONE), last=True))
+                        continue
                     self._update(worker, header, message, optimizer)
                     on_update(self.service.updates)
         except BaseException as error:
@@ -218,6 +237,8 @@ class Server:
             raise PeerError(
                 "all workers are lost: " + "; ".join(f"rank {w}: {e}" for w, e in self.service.lost.items())
             )
+        sent, received = before
+        self.service.sent, self.service.received = self._exchange.sent - sent, self._exchange.received - received
         return self.service
 
     def _listen(self, worker: int) -> None:

@@ -214,8 +214,6 @@ class Session:
             if planning:  # what a refused step has measured is worth nothing
                 self.plan, self._carriers = Plan(), []
             raise
-        if planning:
-            self._report()
         used = [any(header.used[i] for header in headers) for i in range(len(self._names))]
         dense = [self._windows[n] for n, u in zip(self._names, used, strict=True) if u and self._is_dense(n)]
         reduced = [(group, self._exchange.all_reduce_mean(flat)) for group, flat in flat_gradients(dense)]
@@ -282,17 +280,22 @@ class Session:
         self.plan = plan_together(
             self._exchange, self._step(), self._units, self._choice, self._windows, self._reasons, policy
         )
-
-    def _report(self) -> None:
-        """Say once, on rank 0, which parameters travel densely and why."""
         for line in self.plan.lines:
             if line.route == "dense" and self._log is not None and self._exchange.rank == 0:
                 self._log(f"isgq: {line.name} travels densely: {line.reason}")
 
     # ---- an asynchronous server
 
+    @property
+    def done(self) -> bool:
+        """Whether the server of an asynchronous worker has had all the gradients it wants."""
+        return isinstance(self._aggregate, Worker) and self._aggregate.done
+
     def serve(
-        self, optimizer: torch.optim.Optimizer, on_update: Callable[[int], None] = lambda updates: None
+        self,
+        optimizer: torch.optim.Optimizer,
+        on_update: Callable[[int], None] = lambda _: None,
+        updates: int | None = None,
     ) -> Service:
         """Apply the workers' gradients as they come, until every worker is done or lost; see :mod:`isgq.asynchronous`.
 
@@ -301,6 +304,7 @@ class Session:
         Args:
             optimizer: of this rank's model; steps once per gradient.
             on_update: called with the number of updates after each: for learning rates, evaluation and the like.
+            updates: how many to make; then every worker's session is :attr:`done`. None: until the workers close.
 
         Raises:
             InstrumentError: this rank is no server.
@@ -308,19 +312,12 @@ class Session:
         """
         if not self.serves:
             raise InstrumentError("serve() is for rank 0 of a session with aggregate='async'")
-        for parameter in self._parameters.values():
-            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         if not self.plan.lines:
             self._make_plan()
-            self._report()
         self._carriers = self._make_carriers(1)
         log = self._log or warnings.warn
-        bound = self._choice.max_staleness
-        server = Server(self._step(), self._choice.down, self._parameters, self._channels, bound, log)
-        before = (self._exchange.sent, self._exchange.received)
-        service = server.run(optimizer, on_update)
-        service.sent, service.received = self._exchange.sent - before[0], self._exchange.received - before[1]
-        return service
+        server = Server(self._step(), self._choice, self._parameters, self._channels, self._exchange, log)
+        return server.run(optimizer, on_update, updates)
 
     # ---- state and end
 
