@@ -67,7 +67,7 @@ from benchmarks.gradients import LayerGradient, capture_gradients, weight_numel
 from isgq.core.codec import PairCodec
 from isgq.core.errors import OptionError
 from isgq.core.keys import Key
-from isgq.core.payload import Factors, PairPayload, Payload
+from isgq.core.payload import Factors, LowRank, PairPayload, Payload
 from isgq.core.registry import AnyCodec, codec
 from isgq.wire import pack, unpack
 
@@ -105,6 +105,8 @@ SPECS = (
     "naive:levels=2",
     "minimum_variance:levels=2",
     "minimum_variance_unbiased:levels=2",
+    "rotated",
+    "rotated:mode=mmse,nmse=0.085",
 )
 """What is measured by default: every registered codec at least once, but ``scheduled``, which only chooses others."""
 
@@ -178,7 +180,7 @@ def encode(coder: AnyCodec, layer: LayerGradient, step: int) -> Payload | PairPa
     return coder.encode(layer.gradient, key)
 
 
-def decode(coder: AnyCodec, payload: Payload | PairPayload) -> Tensor | Factors:
+def decode(coder: AnyCodec, payload: Payload | PairPayload) -> Tensor | Factors | LowRank:
     """Rebuild what was compressed."""
     if isinstance(coder, PairCodec):
         assert isinstance(payload, PairPayload)
@@ -190,7 +192,10 @@ def decode(coder: AnyCodec, payload: Payload | PairPayload) -> Tensor | Factors:
 def rebuild(coder: AnyCodec, payload: Payload | PairPayload, layer: LayerGradient) -> Tensor:
     """The layer's gradient from a payload: float64, flat."""
     value = decode(coder, payload)
-    gradient = layer.contract(value.x, value.d) if isinstance(value, Factors) else value
+    if isinstance(value, LowRank):
+        gradient = value.weight()
+    else:
+        gradient = layer.contract(value.x, value.d) if isinstance(value, Factors) else value
     return gradient.reshape(-1).double()
 
 

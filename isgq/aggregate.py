@@ -25,7 +25,7 @@ from isgq.codecs.feedback import Remembering, memory_of
 from isgq.core.codec import Codec
 from isgq.core.errors import CodecError, NonFiniteError
 from isgq.core.keys import Key
-from isgq.core.payload import Factors
+from isgq.core.payload import Factors, LowRank
 from isgq.exchange import Exchange
 from isgq.records import Carrier, DirectCarrier, Record, scatter
 from isgq.wire import pack_message, unpack_message
@@ -181,7 +181,7 @@ class Gather:
         self, step: Step, carriers: Sequence[Carrier], headers: Sequence[Header], messages: Sequence[Tensor]
     ) -> dict[str, Tensor]:
         """Decode every rank's message about the carriers and average."""
-        decoded: dict[str, list[Factors | Tensor]] = {}
+        decoded: dict[str, list[Factors | LowRank | Tensor]] = {}
         for rank, (message, header) in enumerate(zip(messages, headers, strict=True)):
             sent = [carrier for carrier in carriers if step.sends(carrier, header.used)]
             for carrier, record in zip(sent, read_message(message, len(sent), rank), strict=True):

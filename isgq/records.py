@@ -17,7 +17,7 @@ from torch import Tensor
 from isgq.core.codec import Codec, PairCodec
 from isgq.core.errors import CodecError, NonFiniteError
 from isgq.core.keys import Key
-from isgq.core.payload import Factors, PairPayload, Payload, check_finite
+from isgq.core.payload import Factors, LowRank, PairPayload, Payload, check_finite
 from isgq.layers.capture import Unit, merge
 from isgq.planner import REFUSED, UNSEEN
 from isgq.windows import Window
@@ -105,11 +105,11 @@ class Carrier(Protocol):
         """
         ...
 
-    def decode(self, record: Record) -> Factors | Tensor:
+    def decode(self, record: Record) -> Factors | LowRank | Tensor:
         """One rank's record; CodecError where it does not fit."""
         ...
 
-    def mean(self, parts: Sequence[Factors | Tensor], world_size: int) -> Tensor:
+    def mean(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> Tensor:
         """All rows of all ranks' decoded records (in rank order; absent ranks count as zero), flat."""
         ...
 
@@ -172,7 +172,7 @@ class FactorCarrier:
         error, size = torch.linalg.vector_norm(product - local), torch.linalg.vector_norm(local)
         return bool(error <= tolerance * size + 1e-30) or not bool(torch.isfinite(size))
 
-    def decode(self, record: Record) -> Factors | Tensor:
+    def decode(self, record: Record) -> Factors | LowRank | Tensor:
         """Factors, or the plain gradient as one flat vector; at least float32, on the weight's device.
 
         Raises:
@@ -182,6 +182,8 @@ class FactorCarrier:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         if isinstance(record, PairPayload):
             factors = self.codec.decode_pair(record)
+            if isinstance(factors, LowRank):
+                return self._fitting(factors)
             x = factors.x.to(weight.device, dtype if factors.x.is_floating_point() else factors.x.dtype)
             return Factors(x, factors.d.to(weight.device, dtype))
         if record.codec != _PLAIN:
@@ -189,13 +191,28 @@ class FactorCarrier:
         size = weight.numel() + (bias.numel() if bias is not None else 0)
         return record.require_tensor("values", size, record.dtype).to(weight.device, dtype)
 
-    def mean(self, parts: Sequence[Factors | Tensor], world_size: int) -> Tensor:
-        """One contraction for all pairs of one size, plus what came plainly."""
+    def _fitting(self, product: LowRank) -> LowRank:
+        """The same in the dtype and on the device of the mean; CodecError if it is not of the weight's size."""  # noqa: DOC501
+        weight = self.unit.weight
+        outputs, columns = weight.shape[0], weight[0].numel() + 1
+        if (product.left.shape[1], product.right.shape[1]) != (outputs, columns):
+            raise CodecError(
+                f"{self.name!r} takes a gradient of {outputs} x {columns}, got one of "
+                f"{product.left.shape[1]} x {product.right.shape[1]}"
+            )
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return LowRank(product.left.to(weight.device, dtype), product.right.to(weight.device, dtype))
+
+    def mean(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> Tensor:
+        """One contraction for all pairs of one size, one for all sums of outer products, and what came plainly."""
         by_size: dict[tuple[torch.Size, torch.Size], list[Factors]] = {}
         for part in parts:
             if isinstance(part, Factors):
                 by_size.setdefault((part.x.shape[1:], part.d.shape[1:]), []).append(part)
         gradients = [self.unit.flat_gradient(merge(group)) for group in by_size.values()]
+        if products := [part for part in parts if isinstance(part, LowRank)]:
+            left, right = torch.cat([p.left for p in products]), torch.cat([p.right for p in products])
+            gradients.append(self.unit.flat_gradient(LowRank(left, right)))
         return _sum([*gradients, *(part for part in parts if isinstance(part, Tensor))]) / world_size
 
     def measure(self, gradients: Mapping[str, Tensor], key: Key) -> int:
@@ -259,7 +276,7 @@ class DirectCarrier:
             raise CodecError(f"{self.name!r} of shape {self.shape} came as {came}")
         return self.codec.decode(record).to(torch.promote_types(record.dtype, torch.float32))
 
-    def mean(self, parts: Sequence[Factors | Tensor], world_size: int) -> Tensor:
+    def mean(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> Tensor:
         """See :class:`Carrier`."""
         return _sum([part for part in parts if isinstance(part, Tensor)]).reshape(-1) / world_size
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.codecs import NETWORKS, QUICK, SPECS, STAGES, entropy, kept, main, table
+from benchmarks.frontier import main as frontier
 from isgq.core.registry import codec, codec_names
 
 CHOSEN = ("exact", "sign", "dithered:levels=1", "error_feedback(top_k:k=0.01)", "separate(dithered)", "naive")
@@ -117,3 +118,33 @@ def test_a_wrong_name_is_a_usage_error(arguments, tmp_path, capsys):
         main(["--quick", "--out", str(tmp_path / "x.json"), *arguments])
     assert re.search("no_such_codec|no_such_data|l3", capsys.readouterr().err)
     assert not (tmp_path / "x.json").exists()
+
+
+def test_the_frontier_trains_with_real_messages(tmp_path, capsys):
+    methods = ["dense", "exact", "model:ratio=100", "rotated:atoms=2", "qsgd", "powersgd:rank=2", "isgq"]
+    options = [
+        "--data",
+        "mnist5k",
+        "--epochs",
+        "1",
+        "--rate",
+        "0.05",
+        "--sizes",
+        "2x200",
+        "--out",
+        str(tmp_path / "f.json"),
+    ]
+    frontier(["--methods", *methods, *options])
+    report = json.loads((tmp_path / "f.json").read_text())
+    runs = {run["method"]: run for run in report["runs"]}
+    assert list(runs) == methods
+    assert report["simulated_workers"]
+    assert runs["dense"]["bytes"] == 4 * 266610
+    # sent without loss, the factors give the same gradients up to the order of sums
+    assert runs["exact"]["test_loss"] == pytest.approx(runs["dense"]["test_loss"], rel=1e-3)
+    assert runs["model:ratio=100"]["compression"] == pytest.approx(100, rel=0.1)
+    for run in runs.values():
+        assert 0 < run["test_loss"] < 2.31
+    shown = capsys.readouterr().out
+    assert "simulated workers" in shown
+    assert shown.count("| 2x200 | 1 |") == len(methods)

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from isgq.core.keys import Key
-from isgq.core.payload import Contract, Factors, PairPayload, Payload
+from isgq.core.payload import Contract, Factors, LowRank, PairPayload, Payload
 
 
 @runtime_checkable
@@ -55,6 +55,6 @@ class PairCodec(Protocol):
         """Compress both factors; NonFiniteError on NaN or Inf. Integer x (indices) is sent without loss."""
         ...
 
-    def decode_pair(self, payload: PairPayload) -> Factors:
-        """Rebuild both factors, on the device of the payload's symbols."""
+    def decode_pair(self, payload: PairPayload) -> Factors | LowRank:
+        """Rebuild both factors, or the gradient as a sum of outer products, on the device of the payload's contents."""
         ...

@@ -31,6 +31,30 @@ class Factors:
     d: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A gradient as a sum of outer products: what a codec sends that replaces the factors by others.
+
+    Row j adds the matrix ``outer(left[j], right[j])``. Matrix ``[o, p]`` is the weight's gradient with its first
+    dimension kept and all others flattened, and last a column that is the bias's gradient.
+
+    Attributes:
+        left: ``[j, o]``.
+        right: ``[j, p]``.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def weight(self) -> Tensor:
+        """The weight's gradient as a matrix ``[o, p - 1]``."""
+        return self.left.T @ self.right[:, :-1]
+
+    def bias(self) -> Tensor:
+        """The bias's gradient ``[o]``."""
+        return self.left.T @ self.right[:, -1]
+
+
 def symbol_dtype(alphabet: int) -> torch.dtype:
     """Smallest of torch's integer types that holds ``0 .. alphabet - 1``."""
     for dtype, limit in ((torch.uint8, 1 << 8), (torch.int16, 1 << 15), (torch.int32, 1 << 31)):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from isgq.core.errors import CodecError
-from isgq.core.payload import Factors
+from isgq.core.payload import Factors, LowRank
 from isgq.layers.adapters import Adapter, adapter_for
 
 
@@ -52,8 +52,13 @@ class Unit:
         """The weight's gradient; a :data:`isgq.core.payload.Contract`."""
         return self.adapter.contract(self.module, x, d)
 
-    def flat_gradient(self, factors: Factors) -> Tensor:
+    def flat_gradient(self, factors: Factors | LowRank) -> Tensor:
         """Weight gradient and bias gradient (if any) as one flat vector."""
+        if isinstance(factors, LowRank):
+            parts = [factors.weight().reshape(-1)]
+            if self.bias_name is not None:
+                parts.append(factors.bias())
+            return torch.cat(parts)
         parts = [self.contract(factors.x, factors.d).reshape(-1)]
         if self.bias_name is not None:
             parts.append(self.adapter.bias_grad(self.module, factors.d))

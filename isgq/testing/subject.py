@@ -10,7 +10,7 @@ from torch import Tensor
 import isgq.codecs  # noqa: F401  (registers the codecs)
 from isgq.core.codec import PairCodec
 from isgq.core.keys import Key
-from isgq.core.payload import Factors, PairPayload, Payload
+from isgq.core.payload import Factors, LowRank, PairPayload, Payload
 from isgq.core.registry import AnyCodec, codec, spec_of
 from isgq.testing.cases import Case, contract, pair_cases, statistical_cases, tensor_cases
 
@@ -66,15 +66,20 @@ class Subject:
             return fresh.encode_pair(Factors(*case), contract, self.key(step))
         return fresh.encode(case[0], self.key(step))
 
-    def decode(self, payload: Payload | PairPayload) -> Case:
+    def open(self, payload: Payload | PairPayload) -> Tensor | Factors | LowRank:
         """Decode on a codec object that has seen nothing before."""
-        fresh = codec(self.spec)
-        if isinstance(fresh, PairCodec):
-            assert isinstance(payload, PairPayload), f"encode_pair gave a {type(payload).__name__}"
-            factors = fresh.decode_pair(payload)
-            return factors.x, factors.d
-        assert isinstance(payload, Payload), f"encode gave a {type(payload).__name__}"
-        return (fresh.decode(payload),)
+        return open_with(codec(self.spec), payload)
+
+    def decode(self, payload: Payload | PairPayload) -> Case:
+        """What :meth:`open` gives, as a tuple: that of x first."""
+        return tensors_of(self.open(payload))
+
+    def rebuild(self, payload: Payload | PairPayload) -> Tensor:
+        """The decoded tensor, or the weight's gradient that the decoded factors make up: flat in float64."""
+        opened = self.open(payload)
+        if isinstance(opened, LowRank):
+            return LowRank(opened.left.double(), opened.right.double()).weight().reshape(-1)
+        return self.target(tensors_of(opened))
 
     def target(self, case: Case) -> Tensor:
         """What unbiasedness is about, flat in float64: the tensor, or the gradient."""
@@ -90,7 +95,23 @@ class Subject:
         }
 
     def _error(self, case: Case, step: int) -> Tensor:
-        return self.target(self.decode(self.encode(case, step))) - self.target(case)
+        return self.rebuild(self.encode(case, step)) - self.target(case)
+
+
+def open_with(receiver: AnyCodec, payload: Payload | PairPayload) -> Tensor | Factors | LowRank:
+    """Decode with a codec of either kind."""
+    if isinstance(receiver, PairCodec):
+        assert isinstance(payload, PairPayload), f"encode_pair gave a {type(payload).__name__}"
+        return receiver.decode_pair(payload)
+    assert isinstance(payload, Payload), f"encode gave a {type(payload).__name__}"
+    return receiver.decode(payload)
+
+
+def tensors_of(opened: Tensor | Factors | LowRank) -> Case:
+    """The tensors of what was decoded, that of x first."""
+    if isinstance(opened, Factors):
+        return opened.x, opened.d
+    return (opened.right, opened.left) if isinstance(opened, LowRank) else (opened,)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

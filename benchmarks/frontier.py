@@ -1,0 +1,334 @@
+"""How few bytes a step can take: training with real messages, several workers simulated in one process.
+
+    python -m benchmarks.frontier [--methods SPEC ...] [--sizes NxB ...] [--seeds S ...] [--out FILE]
+
+FC 784-300-100-10, by default on Fashion-MNIST, SGD with momentum 0.9, learning rate 0.02 falling as a cosine to 0, two
+epochs. One forward and backward pass serves all workers: each takes its own rows. What a worker would send is really
+encoded, packed, unpacked and decoded; only its process and the network are simulated. Bytes are those of the message of
+one worker and step (``isgq.wire.pack_message``, with a template and digests that the receiver makes itself) and of the
+header that a session sends before it, 17 bytes.
+
+Methods:
+    dense                     float32, counted as 4 bytes a parameter
+    model:ratio=R             rotated, atoms and steps chosen for the whole model at once: one slope for all layers
+    model:nmse=E              the same, by the relative error of a worker's whole gradient
+    model:slope=S             the same, by the squared error that a bit takes away, one for all workers and steps: large
+                              gradients take more bytes
+    powersgd:rank=R           PowerSGD with error feedback (Vogels, Karimireddy and Jaggi, 2019) as in torch's hook, one
+                              warm-started power iteration, biases dense; counted as float32, without any header
+    any other                 a codec of isgq; pair codecs take the factors, direct ones each parameter's gradient
+"""
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import data
+import isgq
+import models
+from isgq.codecs.rotated import Rotated, decompose, spectrum_of
+from isgq.codecs.rotation_plan import plan_at_slope, slope_for_bits, slope_for_variance
+from isgq.core.codec import Codec, PairCodec
+from isgq.core.keys import Key, random_int32
+from isgq.core.payload import Factors, PairPayload, Payload
+from isgq.core.registry import codec, split_spec
+from isgq.layers.capture import Capture, Unit, find_units
+from isgq.wire import pack_message, unpack_message
+from isgq.wire.header import Header, Status
+from isgq.wire.template import Template
+
+MODEL, RATE, MOMENTUM = "fc:hidden=300-100", 0.02, 0.9
+_FRAME_BYTES = 33  # of a message besides its records: a frame's 16 and a session's 17
+METHODS = ("dense", "model:ratio=800", "isgq", "error_feedback(top_k:k=0.001)", "powersgd:rank=2")
+Shares = Sequence[dict[str, Factors]]
+"""For each worker, each unit's factors; their gradient is that of the worker's own mean loss."""
+Method = Callable[[Shares, int], tuple[dict[str, Tensor], float]]
+"""``(shares, step) -> mean of the gradients by parameter name, bytes of a worker``."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run; ``bytes`` is the mean over workers and steps of what one sends in a step."""
+
+    method: str
+    workers: int
+    batch: int
+    seed: int
+    bytes: float
+    compression: float
+    test_accuracy: float
+    test_loss: float
+    seconds: float
+
+
+# ---- methods
+
+
+def _split(unit: Unit, flat: Tensor) -> dict[str, Tensor]:
+    """Gradients by parameter name, from weight and bias as one flat vector."""
+    size = unit.weight.numel()
+    parts = {unit.name: flat[:size].view_as(unit.weight)}
+    return parts if unit.bias_name is None else parts | {unit.bias_name: flat[size:]}
+
+
+def _gradients(units: Sequence[Unit], share: dict[str, Factors]) -> dict[str, Tensor]:
+    return {name: g for u in units for name, g in _split(u, u.flat_gradient(share[u.name])).items()}
+
+
+def dense(units: Sequence[Unit]) -> Method:
+    """The mean itself."""
+
+    def mean(shares: Shares, step: int) -> tuple[dict[str, Tensor], float]:
+        parts = [_gradients(units, share) for share in shares]
+        total = {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
+        return total, 4.0 * sum(g.numel() for g in total.values())
+
+    return mean
+
+
+Record = Payload | PairPayload
+Encode = Callable[[int, dict[str, Factors], int], tuple[list[Record], list[Key]]]
+"""``(worker, its factors, step) -> records, and the keys whose digests they have``."""
+
+
+def _messages(encode: Encode, close: Callable[[list[list[Record]]], dict[str, Tensor]], header: int) -> Method:
+    """Records of every worker over the wire, then ``close`` makes the mean."""
+    templates: list[Template] = []
+
+    def mean(shares: Shares, step: int) -> tuple[dict[str, Tensor], float]:
+        received, size = [], 0
+        for worker, share in enumerate(shares):
+            records, keys = encode(worker, share, step)
+            if not templates:
+                templates.append(Template.of(records))
+            message, _ = pack_message(records, implied_digest=True, template=templates[0])
+            size += message.numel() + header
+            received.append(unpack_message(message, digests=_digests(records, keys), template=templates[0]))
+        return close(received), size / len(shares)
+
+    return mean
+
+
+def _digests(records: Sequence[Record], keys: Sequence[Key]) -> list[int | list[int]]:
+    """What the receiver makes from its own keys; a pair codec of two parts uses a key for each."""
+    digests: list[int | list[int]] = []
+    for record, key in zip(records, keys, strict=True):
+        if isinstance(record, PairPayload) and record.codec != "rotated":
+            digests.append([key.child("x").digest, key.child("d").digest])
+        else:
+            digests.append(key.digest)
+    return digests
+
+
+def pairs(units: Sequence[Unit], pair: PairCodec, seed: int, encode: Encode | None = None) -> Method:
+    """A pair codec on every unit, or another way to encode for it."""
+
+    def each(worker: int, share: dict[str, Factors], step: int) -> tuple[list[Record], list[Key]]:
+        keys = [Key(unit.name, seed, step, worker) for unit in units]
+        return [pair.encode_pair(share[u.name], u.contract, k) for u, k in zip(units, keys, strict=True)], keys
+
+    def close(received: list[list[Record]]) -> dict[str, Tensor]:
+        mean = {}
+        for unit, records in zip(units, zip(*received, strict=True), strict=True):
+            flats = [unit.flat_gradient(pair.decode_pair(r)) for r in records if isinstance(r, PairPayload)]
+            mean.update(_split(unit, torch.stack(flats).mean(0)))
+        return mean
+
+    return _messages(encode or each, close, _header_size(units))
+
+
+def _header_size(units: Sequence[Unit]) -> int:
+    names = [name for unit in units for name in (unit.name, unit.bias_name) if name is not None]
+    return Header(Status.OK, 0, 0, 0, [0], [True] * len(names)).pack().numel()
+
+
+def whole_model(units: Sequence[Unit], seed: int, by: str, value: float) -> Method:
+    """Rotated with one slope for all layers: each worker spends its bytes where they take away most error."""
+    rotated = Rotated()
+    numel = sum(unit.weight.numel() + (unit.bias.numel() if unit.bias is not None else 0) for unit in units)
+
+    def encode(worker: int, share: dict[str, Factors], step: int) -> tuple[list[Record], list[Key]]:
+        keys = [Key(unit.name, seed, step, worker) for unit in units]
+        atoms = [decompose(share[u.name], u.contract, k) for u, k in zip(units, keys, strict=True)]
+        spectra = [spectrum_of(a) for a in atoms]
+        if by == "ratio":
+            slope = slope_for_bits(spectra, 32 * numel / value - 8 * _FRAME_BYTES)
+        else:
+            slope = value if by == "slope" else slope_for_variance(spectra, value * sum(s.energy for s in spectra))
+        plans = [plan_at_slope(s, slope) for s in spectra]
+        return [rotated.encode_atoms(a, p, torch.float32, k) for a, p, k in zip(atoms, plans, keys, strict=True)], keys
+
+    return pairs(units, rotated, seed, encode)
+
+
+def direct(units: Sequence[Unit], spec: str, workers: int, seed: int) -> Method:
+    """A direct codec on every parameter's gradient; each worker has its own, with its own memory."""
+    codecs = [codec(spec) for _ in range(workers)]
+
+    def encode(worker: int, share: dict[str, Factors], step: int) -> tuple[list[Record], list[Key]]:
+        own = codecs[worker]
+        assert isinstance(own, Codec)
+        gradients = _gradients(units, share)
+        keys = [Key(name, seed, step, worker) for name in gradients]
+        return [own.encode(g, k) for g, k in zip(gradients.values(), keys, strict=True)], keys
+
+    def close(received: list[list[Record]]) -> dict[str, Tensor]:
+        names = [name for u in units for name in (u.name, u.bias_name) if name is not None]
+        own = codecs[0]
+        assert isinstance(own, Codec)
+        return {
+            name: torch.stack([own.decode(r) for r in records if isinstance(r, Payload)]).mean(0)
+            for name, records in zip(names, zip(*received, strict=True), strict=True)
+        }
+
+    return _messages(encode, close, _header_size(units))
+
+
+def powersgd(units: Sequence[Unit], rank: int, seed: int) -> Method:
+    """PowerSGD: P = mean M_w Q, made orthonormal; Q = mean M_w^T P; the mean is P Q^T, the rest goes to the memory."""
+    generator = torch.Generator().manual_seed(seed)
+    bases = {u.name: torch.randn(u.weight[0].numel(), min(rank, *u.weight.shape), generator=generator) for u in units}
+    memory: dict[tuple[int, str], Tensor] = {}
+
+    def mean(shares: Shares, step: int) -> tuple[dict[str, Tensor], float]:
+        gradients, sent, total = [_gradients(units, share) for share in shares], 0, {}
+        for unit in units:
+            own = [g[unit.name] + memory.get((w, unit.name), 0) for w, g in enumerate(gradients)]
+            left, _ = torch.linalg.qr(sum(m @ bases[unit.name] for m in own) / len(own))
+            right = sum(m.T @ left for m in own) / len(own)
+            bases[unit.name], total[unit.name] = right, left @ right.T
+            memory.update({(w, unit.name): m - total[unit.name] for w, m in enumerate(own)})
+            sent += left.numel() + right.numel()
+            if unit.bias_name is not None:
+                total[unit.bias_name] = sum(g[unit.bias_name] for g in gradients) / len(own)
+                sent += total[unit.bias_name].numel()
+        return total, 4.0 * sent
+
+    return mean
+
+
+def build(spec: str, units: Sequence[Unit], workers: int, seed: int) -> Method:
+    """The method that a spec names."""
+    name, _, options = split_spec(spec)
+    own = options if name in {"model", "powersgd"} else []
+    values = {field: float(value) for field, value in (option.split("=") for option in own)}
+    if name == "dense":
+        return dense(units)
+    if name == "powersgd":
+        return powersgd(units, int(values["rank"]), seed)
+    if name == "model":
+        [(by, value)] = values.items()
+        return whole_model(units, seed, by, value)
+    pair, _ = isgq.choose_codecs(spec, None)
+    return pairs(units, pair, seed) if pair is not None else direct(units, spec, workers, seed)
+
+
+# ---- training
+
+
+def train(spec: str, workers: int, batch: int, seed: int, options: argparse.Namespace) -> Result:
+    """One run."""
+    dataset, rate, epochs = data.load(options.data, seed=seed), options.rate, options.epochs
+    dataset = dataset.standardized() if options.standardize else dataset
+    model = models.build(MODEL, classes=dataset.classes, in_shape=dataset.in_shape, seed=seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM)
+    units, _ = find_units(model, skip=lambda name: False)
+    method, parameters = build(spec, units, workers, seed), dict(model.named_parameters())
+    caught: dict[str, Factors] = {}
+    capture = Capture(units, lambda unit, factors: caught.update({unit.name: factors}), lambda: None)
+    steps, sent, started = epochs * (len(dataset.train_y) // (workers * batch)), 0.0, time.perf_counter()
+    for step, chosen in enumerate(_batches(len(dataset.train_y), workers * batch, seed, epochs)):
+        optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
+        loss = F.cross_entropy(model(dataset.train_x[chosen]), dataset.train_y[chosen])
+        loss.backward()  # type: ignore[no-untyped-call]
+        rows = [slice(worker * batch, (worker + 1) * batch) for worker in range(workers)]
+        # d of the mean over all rows, times the workers, is d of the mean over a worker's own
+        mean, size = method([{n: Factors(f.x[r], f.d[r] * workers) for n, f in caught.items()} for r in rows], step)
+        sent += size
+        for name, gradient in mean.items():
+            parameters[name].grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+    capture.close()
+    test_loss, accuracy = _evaluate(model, dataset)
+    full = 4 * sum(p.numel() for p in parameters.values())
+    seconds = time.perf_counter() - started
+    return Result(spec, workers, batch, seed, sent / steps, full * steps / sent, accuracy, test_loss, seconds)
+
+
+def _batches(n: int, size: int, seed: int, epochs: int) -> Iterator[Tensor]:
+    """Rows of all workers together; what is left over of an epoch is dropped."""
+    for epoch in range(epochs):
+        order = torch.argsort(random_int32(Key("order", seed, epoch).digest, "frontier", n), stable=True)
+        yield from order[: n // size * size].view(-1, size)
+
+
+@torch.no_grad()
+def _evaluate(model: nn.Module, dataset: data.Dataset) -> tuple[float, float]:
+    outputs = torch.cat([model(x) for x in torch.split(dataset.test_x, 1000)]).double()
+    return float(F.cross_entropy(outputs, dataset.test_y)), float((outputs.argmax(1) == dataset.test_y).double().mean())
+
+
+# ---- report
+
+
+def table(results: Sequence[Result]) -> str:
+    """Means over seeds as Markdown, each loss also relative to dense of the same size and seeds."""
+    lines = [
+        "| method | N x B | seeds | bytes | compression | accuracy | loss | to dense |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    base = {(r.workers, r.batch, r.seed): r.test_loss for r in results if r.method == "dense"}
+    for method, workers, batch in dict.fromkeys((r.method, r.workers, r.batch) for r in results):
+        own = [r for r in results if (r.method, r.workers, r.batch) == (method, workers, batch)]
+        relative = [r.test_loss / base[key] - 1 for r in own if (key := (workers, batch, r.seed)) in base]
+        to_dense = f"{100 * statistics.mean(relative):+.2f} %" if relative else ""
+        names = ("bytes", "compression", "test_accuracy", "test_loss")
+        size, ratio, accuracy, loss = (statistics.mean(getattr(r, name) for r in own) for name in names)
+        numbers = (f"{size:.0f}", f"x{ratio:.0f}", f"{accuracy:.4f}", f"{loss:.4f}", to_dense)
+        lines.append(f"| {method} | {workers}x{batch} | {len(own)} | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run all combinations; print the table and write the JSON after each run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--sizes", nargs="+", default=["4x64"], help="workers x batch of each")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--data", default="fashion")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=RATE, help="learning rate at the start")
+    parser.add_argument("--standardize", action="store_true", help="pixels of mean 0 and deviation 1")
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    options = parser.parse_args(arguments)
+    results: list[Result] = []
+    for seed in options.seeds:
+        for size in options.sizes:
+            workers, batch = map(int, size.split("x"))
+            for method in options.methods:
+                results.append(train(method, workers, batch, seed, options))
+                print(results[-1], file=sys.stderr, flush=True)
+                if options.out is not None:
+                    command = shlex.join(["python", "-m", "benchmarks.frontier", *arguments])
+                    versions = {"torch": torch.__version__, "isgq": isgq.__version__}
+                    content = {"command": command, "simulated_workers": True, "versions": versions}
+                    options.out.write_text(
+                        json.dumps(content | {"runs": [asdict(r) for r in results]}, indent=1) + "\n"
+                    )
+    print(f"simulated workers: one process, real messages\n\n{table(results)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

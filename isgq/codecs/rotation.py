@@ -1,0 +1,71 @@
+"""A gradient as a sum of atoms, its singular triples, found from the factors without forming the gradient.
+
+Index legend: ``r`` rows of the factors, ``o`` outputs, ``p`` columns of the gradient as a matrix, ``j`` atoms.
+
+``G = D^T X`` stays the same for any orthogonal change of the rows. With ``X X^T = E L E^T`` (``[r, r]``, eigenvalues
+L) the rows of ``Q = L^-1/2 E^T X`` are orthonormal and ``K = L^1/2 E^T D`` has ``G = K^T Q``. With
+``K K^T = W S^2 W^T``
+
+    G = sum_j (K^T W_j) (W_j^T Q) = sum_j S_j u_j v_j^T
+
+The sum is G for *any* orthogonal W: how exact the small eigenvectors are decides how small the atoms can be, not
+whether they make up G. Only ``X X^T`` and ``D D^T`` are as large as the batch, and all is in float64, because Gram
+matrices square the condition number.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_NOISE = 1e-14  # relative: eigenvalues of a Gram matrix below are rounding errors, 1e-7 of the largest row's length
+
+
+@dataclass(frozen=True, slots=True)
+class Atoms:
+    """Unit vectors and weights, heaviest first: ``sum_j weights_j left_j right_j^T`` is the gradient.
+
+    Attributes:
+        weights: float64 ``[j]``, positive, falling.
+        left: float64 ``[j, o]``, rows of length 1.
+        right: float64 ``[j, p]``, rows of length 1.
+    """
+
+    weights: Tensor
+    left: Tensor
+    right: Tensor
+
+
+def atoms_of_factors(x: Tensor, d: Tensor) -> Atoms:
+    """Singular triples of ``d^T x``, in O(r^2 (o + p) + r^3).
+
+    Args:
+        x: ``[r, p]``, of any floating-point dtype.
+        d: ``[r, o]``.
+    """
+    x, d = x.double(), d.double()
+    values, basis = torch.linalg.eigh(x @ x.T)
+    kept = values > _NOISE * x.shape[0] * values.amax().clamp_min(0) if values.numel() else values > 0
+    values, basis = values[kept], basis[:, kept]
+    mixing = basis * values.sqrt()  # E L^1/2: K = mixing^T D
+    _, rotation = torch.linalg.eigh(mixing.T @ (d @ d.T) @ mixing)
+    return _normalized((mixing @ rotation).T @ d, (basis / values.sqrt() @ rotation).T @ x)
+
+
+def atoms_of_matrix(gradient: Tensor) -> Atoms:
+    """Singular triples of a matrix ``[o, p]``, by ``eigh`` of the smaller Gram matrix, in O(o p min(o, p))."""
+    g = gradient.double()
+    if g.shape[0] <= g.shape[1]:
+        _, rotation = torch.linalg.eigh(g @ g.T)
+        return _normalized(rotation.T, rotation.T @ g)
+    _, rotation = torch.linalg.eigh(g.T @ g)
+    return _normalized(rotation.T @ g.T, rotation.T)
+
+
+def _normalized(left: Tensor, right: Tensor) -> Atoms:
+    """Atoms of ``left^T right``, lengths made weights, without those of weight 0."""
+    lengths = [torch.linalg.vector_norm(side, dim=1) for side in (left, right)]
+    weights, order = (lengths[0] * lengths[1]).sort(descending=True)
+    order = order[weights > 0]
+    left, right = (side[order] / length[order, None] for side, length in zip((left, right), lengths, strict=True))
+    return Atoms(weights[: order.numel()], left, right)

@@ -1,0 +1,222 @@
+"""How many atoms, and how finely: the closed form of variance and bits, and the best trade between them.
+
+An atom ``w u v^T`` with unit vectors ``u [o]`` and ``v [p]`` is sent with dithered steps ``s_u / sqrt(o)`` and
+``s_v / sqrt(p)``: steps in units of the entries' root mean square. Dithered errors are independent and uniform, so with
+noises ``N = s^2 / 12`` (the expected squared error of a vector of length 1) its error is
+
+    w^2 kappa,   kappa = (1 + N_u) (1 + N_v) - 1
+
+An atom that is sent with probability ``w / tau``, with weight tau then, has the variance ``w tau (1 + kappa) - w^2``.
+Entries cost about ``log2(1 + 1 / N) / 2 + 0.254`` bits: the rate of a Gaussian with a Gaussian error, and what a
+uniform error costs above it (Zamir and Feder, "On lattice quantization noise", 1996).
+
+Minimise ``variance + slope * bits`` over everything, heavy atoms being those with w >= tau:
+
+* light: probability and steps part. The steps minimise ``(1 + kappa) bits``, whatever the weight, and the probability
+  is ``w / tau`` with ``tau^2 = slope bits / (1 + kappa)``;
+* heavy: the steps minimise ``w^2 kappa + slope bits``. At w = tau they are those of the light ones.
+
+So one number, the slope, in squared gradient a bit, decides everything; one slope for all tensors (and workers) is the
+best use of their bits together.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+_Reals = npt.NDArray[np.float64]
+_Ints = npt.NDArray[np.int64]
+
+COARSEST = 3.5
+"""Largest step, in units of the root mean square: beyond, a vector's error exceeds the vector."""
+
+FINEST_CODE = 127
+"""Step codes are 0 .. 127, eight to an octave."""
+
+ATOM_BITS = 32
+"""What a heavy atom takes besides its symbols: weight and step codes."""
+
+FIXED_BITS = 16 + 32 + 40
+"""What every record takes: counts, the entry of the light atoms, and about what the frame takes."""
+
+_DEAD_ZONE_EXCESS = 0.05  # bits of an entry above the rate of a Gaussian
+_SPACE_FILLING = 0.5 * math.log2(2 * math.pi * math.e / 12)
+
+
+@functools.cache
+def step_table() -> _Reals:
+    """Steps of the codes: ``3.5 * 2**(-code / 8)``, the same bits on every machine (products and square roots)."""
+    eighth = math.sqrt(math.sqrt(math.sqrt(2.0)))
+    octave = [COARSEST]
+    for _ in range(7):
+        octave.append(octave[-1] / eighth)
+    codes = np.arange(FINEST_CODE + 1)
+    table: _Reals = np.ldexp(np.array(octave)[codes % 8], -(codes // 8))
+    return table
+
+
+def noise(codes: _Ints) -> _Reals:
+    """Expected squared error of a unit vector that is sent with these step codes."""
+    return step_table()[codes] ** 2 / 12
+
+
+def rate(noises: _Reals) -> _Reals:
+    """Bits of an entry."""
+    bits: _Reals = 0.5 * np.log2(1 + 1 / noises) + _SPACE_FILLING
+    return bits
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The useful pairs of steps of one shape: lower convex hull of (bits, kappa), from few bits to many.
+
+    Attributes:
+        bits: ``[c]`` of an atom.
+        kappa: ``[c]`` relative variance of an atom that is sent.
+        codes: ``[c, 2]`` of left and right.
+        light: which is best for light atoms.
+    """
+
+    bits: _Reals
+    kappa: _Reals
+    codes: _Ints
+    light: int
+
+    def heavy(self, weights: _Reals, slope: float) -> _Ints:
+        """Which pair is best for each heavy atom."""
+        # kappa falls by less and less for a bit: take bits while a bit takes away slope / w^2 or more
+        gains = -np.diff(self.kappa) / np.diff(self.bits)
+        chosen: _Ints = np.searchsorted(-gains, -slope / weights**2, side="right")
+        return chosen
+
+
+@functools.cache
+def curve(outputs: int, columns: int) -> Curve:
+    """The curve of a shape."""
+    codes = np.arange(FINEST_CODE + 1)
+    noises = noise(codes)
+    kappa = ((1 + noises[:, None]) * (1 + noises[None]) - 1).reshape(-1)
+    bits = (outputs * rate(noises)[:, None] + columns * rate(noises)[None]).reshape(-1) + ATOM_BITS
+    order = np.lexsort((kappa, bits))
+    hull: list[int] = []
+    for i in order[_falling(kappa[order])]:
+        while len(hull) > 1:
+            a, b = hull[-2:]
+            if (kappa[b] - kappa[a]) * (bits[i] - bits[a]) < (kappa[i] - kappa[a]) * (bits[b] - bits[a]):
+                break
+            hull.pop()
+        hull.append(i)
+    index = np.array(hull)
+    light = int(np.argmin((1 + kappa[index]) * (bits[index] - ATOM_BITS)))
+    return Curve(bits[index], kappa[index], np.stack(np.divmod(index, len(codes)), 1), light)
+
+
+def _falling(values: _Reals) -> npt.NDArray[np.bool_]:
+    """Which values are below all before them."""
+    return values < np.concatenate([[np.inf], np.minimum.accumulate(values)[:-1]])
+
+
+@dataclass(frozen=True, slots=True)
+class Spectrum:
+    """The weights of a gradient's atoms, falling, and its shape as a matrix."""
+
+    weights: _Reals
+    outputs: int
+    columns: int
+
+    @property
+    def energy(self) -> float:
+        """Squared norm of the gradient."""
+        return float(np.square(self.weights).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is sent of a spectrum.
+
+    Attributes:
+        heavy: how many of the heaviest atoms are sent always.
+        codes: int64 ``[heavy, 2]``: their step codes, left and right.
+        light_codes: int64 ``[2]``: those of light atoms.
+        tau: the weight of a light atom that is sent; 0 where none can be.
+        variance: expected squared error.
+        bits: expected.
+    """
+
+    heavy: int
+    codes: _Ints
+    light_codes: _Ints
+    tau: float
+    variance: float
+    bits: float
+
+
+Planner = Callable[[Spectrum, float], Plan]
+"""``(spectrum, slope) -> plan``; bits fall and variance grows with the slope."""
+
+
+def plan_at_slope(spectrum: Spectrum, slope: float) -> Plan:
+    """The plan that minimises ``variance + slope * bits``.
+
+    Args:
+        spectrum: of the gradient.
+        slope: squared gradient a bit, positive.
+    """
+    c, w = curve(spectrum.outputs, spectrum.columns), spectrum.weights
+    bits, kappa = c.bits[c.light] - ATOM_BITS, c.kappa[c.light]
+    tau = math.sqrt(slope * bits / (1 + kappa))
+    heavy = int(np.searchsorted(-w, -tau, side="right"))
+    chosen, light = c.heavy(w[:heavy], slope), w[heavy:]
+    variance = (w[:heavy] ** 2 * c.kappa[chosen]).sum() + (light * tau * (1 + kappa) - light**2).sum()
+    total = c.bits[chosen].sum() + light.sum() / tau * bits + FIXED_BITS
+    return Plan(heavy, c.codes[chosen], c.codes[c.light], tau, float(variance), float(total))
+
+
+def mmse_plan_at_slope(spectrum: Spectrum, slope: float) -> Plan:
+    """The plan of least ``error + slope * bits`` where nothing is random: atoms are sent finely enough, or not at all.
+
+    Reverse water-filling: noises ``N = slope * size / (2 ln 2 w^2)``, the same step in the gradient's units for every
+    entry of every vector; a decoder that knows the noise errs by ``D = N / (1 + N)``. An atom is sent if it takes more
+    error away than its bits are worth.
+
+    Args:
+        spectrum: of the gradient.
+        slope: squared gradient a bit, positive.
+    """
+    sizes, table = np.array([spectrum.outputs, spectrum.columns]), step_table()
+    wanted = np.sqrt(12 * slope / (2 * math.log(2)) * sizes / spectrum.weights[:, None] ** 2)
+    codes = np.clip(np.rint(8 * np.log2(COARSEST / wanted)), 0, FINEST_CODE).astype(np.int64)
+    noises = table[codes] ** 2 / 12
+    errors = 1 - (1 / (1 + noises)).prod(1)
+    bits = (sizes * (np.log2(1 + 1 / noises) / 2 + _DEAD_ZONE_EXCESS)).sum(1) + ATOM_BITS
+    energies = spectrum.weights**2
+    count = int((energies * (1 - errors) > slope * bits).cumprod().sum())
+    error = (energies[:count] * errors[:count]).sum() + energies[count:].sum()
+    return Plan(count, codes[:count], codes[:0].sum(0), 0.0, float(error), float(bits[:count].sum()) + FIXED_BITS)
+
+
+def slope_for_bits(spectra: Sequence[Spectrum], bits: float, planner: Planner = plan_at_slope) -> float:
+    """The smallest slope at which the plans of all spectra together take no more bits, if any is large enough."""
+    return _bisect(spectra, planner, lambda plans: math.fsum(plan.bits for plan in plans) <= bits)[1]
+
+
+def slope_for_variance(spectra: Sequence[Spectrum], variance: float, planner: Planner = plan_at_slope) -> float:
+    """The largest slope at which the plans of all spectra together have no more variance."""
+    return _bisect(spectra, planner, lambda plans: math.fsum(plan.variance for plan in plans) > variance)[0]
+
+
+def _bisect(spectra: Sequence[Spectrum], planner: Planner, above: Callable[[list[Plan]], bool]) -> tuple[float, float]:
+    """Two slopes 1.0003 apart, between which ``above`` of the plans turns true."""
+    energy = math.fsum(spectrum.energy for spectrum in spectra)
+    low, high = -70.0, 40.0  # log2, in units of the energy
+    for _ in range(18):
+        middle = (low + high) / 2
+        if above([planner(spectrum, energy * 2.0**middle) for spectrum in spectra]):
+            high = middle
+        else:
+            low = middle
+    return energy * float(2.0**low), energy * float(2.0**high)
