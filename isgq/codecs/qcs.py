@@ -13,6 +13,7 @@ alpha = 1 is unbiased, with ``E ||error||**2 <= gamma ||v||**2``; alpha = 1 / (1
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -62,11 +63,27 @@ class _Layout:
     k: int
     blocks: int
 
+    @property
+    def period(self) -> int:
+        """The first k rows of H repeat after so many elements."""
+        return hadamard.smallest_period(self.n, self.k)
+
     def pieces(self, device: torch.device) -> list[slice]:
-        """Ranges of blocks that fit the cache; they begin where a word of random signs does."""
-        unit = _WORD // math.gcd(self.n, _WORD)
-        step = max(piece_size(self.blocks * self.n, device) // self.n // unit, 1) * unit
-        return [slice(first, min(first + step, self.blocks)) for first in range(0, self.blocks, step)]
+        """Ranges of blocks whose projections, ``period`` numbers each, fit the cache."""
+        return list(self._cut(slice(0, self.blocks), self.period, device))
+
+    def parts(self, blocks: slice, device: torch.device) -> Iterator[tuple[slice, slice]]:
+        """Ranges of these blocks that fit the cache themselves: blocks counted from the first of these; elements."""
+        for part in self._cut(blocks, self.n, device):
+            yield (
+                slice(part.start - blocks.start, part.stop - blocks.start),
+                slice(part.start * self.n, part.stop * self.n),
+            )
+
+    def _cut(self, blocks: slice, numbers: int, device: torch.device) -> Iterator[slice]:
+        unit = _WORD // math.gcd(self.n, _WORD)  # so that they begin where a word of random signs does
+        step = max(piece_size(self.blocks * numbers, device) // numbers // unit, 1) * unit
+        return (slice(at, min(at + step, blocks.stop)) for at in range(blocks.start, blocks.stop, step))
 
 
 @register_codec("qcs")
@@ -107,18 +124,20 @@ class QCS:
     def encode(self, x: Tensor, key: Key) -> Payload:
         """Compress; NonFiniteError on NaN or Inf."""
         flat, layout, digest = flatten(x, key), self._layout(x.numel()), key.digest
-        n, k = layout.n, layout.k
-        period = hadamard.smallest_period(n, k)
+        n, k, period = layout.n, layout.k, layout.period
         largest = Buckets.of(x.shape, "tensor").absmax(flat)  # [1], or [0] of an empty tensor
         symbols = torch.empty(layout.blocks, k, dtype=torch.uint8, device=flat.device)
         scale = torch.empty(layout.blocks, dtype=torch.float32, device=flat.device)
 
         def work(blocks: slice) -> None:
-            v = flat[blocks.start * n : blocks.stop * n] / nonzero(largest)  # sums of quotients cannot overflow
-            if missing := (blocks.stop - blocks.start) * n - v.numel():
-                v = torch.nn.functional.pad(v, (0, missing))
-            _flip_signs(v, digest, blocks.start * n)
-            z = hadamard.multiply(v.view(-1, n // period, period).sum(1).T)[:k].T.contiguous().div_(math.sqrt(k))
+            y = torch.empty(blocks.stop - blocks.start, period, dtype=torch.float32, device=flat.device)
+            for part, elements in layout.parts(blocks, flat.device):
+                v = flat[elements] / nonzero(largest)  # sums of quotients cannot overflow
+                if missing := elements.stop - elements.start - v.numel():
+                    v = torch.nn.functional.pad(v, (0, missing))
+                _flip_signs(v, digest, elements.start)
+                torch.sum(v.view(-1, n // period, period), 1, out=y[part])
+            z = hadamard.multiply(y.T)[:k].T.contiguous().div_(math.sqrt(k))
             step = torch.maximum(z.amax(1), z.amin(1).neg()).div_(self.levels)
             dither = uniform(digest, "dither", z.shape, z.device, start=blocks.start * k)
             q = torch.add(z / nonzero(step).unsqueeze(1), dither, out=dither).clamp_(-self.levels, self.levels)
@@ -133,8 +152,7 @@ class QCS:
         """Rebuild ``alpha T^T s (q - u)``."""
         require_codec(payload, self.name)
         layout, digest = self._layout(payload.numel), payload.digest
-        n, k = layout.n, layout.k
-        period = hadamard.smallest_period(n, k)
+        n, k, period = layout.n, layout.k, layout.period
         symbols = payload.require_symbols("q", layout.blocks * k, 2 * self.levels + 1).values.view(-1, k)
         scale = payload.require_tensor("scale", layout.blocks, torch.float32)
         factor = self._alpha(layout) / math.sqrt(k)
@@ -145,11 +163,12 @@ class QCS:
             q.sub_(uniform(digest, "dither", q.shape, q.device, start=blocks.start * k))
             padded = torch.nn.functional.pad(q.T, (0, 0, 0, period - k)).contiguous()
             v = hadamard.multiply(padded, transposed=True).T.mul(factor).unsqueeze(1)
-            out = flat[blocks.start * n : blocks.stop * n]
-            out.view(-1, n // period, period).copy_(v)
-            _flip_signs(out, digest, blocks.start * n)
-            # The step comes last: at the end of float32's range nothing but the result can overflow.
-            out.view(-1, n).mul_(scale[blocks].unsqueeze(1)).clamp_(-_LARGEST, _LARGEST)
+            for part, elements in layout.parts(blocks, flat.device):
+                out = flat[elements]
+                out.view(-1, n // period, period).copy_(v[part])
+                _flip_signs(out, digest, elements.start)
+                # The step comes last: at the end of float32's range nothing but the result can overflow.
+                out.view(-1, n).mul_(scale[blocks][part].unsqueeze(1)).clamp_(-_LARGEST, _LARGEST)
 
         map_pieces(work, layout.pieces(flat.device))
         return restore(flat[: payload.numel], payload)

@@ -60,6 +60,7 @@ _FAST = 1.02  # Zstandard, several times as fast, may take this much more than A
 _FAST_LARGE = 1.08  # the same for a large stream
 _ZSTD_MIN = 1 << 12  # packed bytes below which speed does not count
 _ZSTD_JOB = 1 << 19  # bytes that a thread compresses by itself
+_SAMPLES, _SAMPLE = 8, 1 << 14  # how many samples of a large stream are tried, and the bytes of each
 _BYTES_ALPHABET_MAX = 16  # largest alphabet of which several symbols share a byte
 _ZSTD_MAGIC = zstandard.FRAME_HEADER
 
@@ -107,7 +108,12 @@ def encode_stream(symbols: Symbols, coder: CoderName = "auto") -> tuple[Coder, b
     if coder == "zstd":
         return Coder.ZSTD, _zstd(_whole(symbols))
     if coder == "ans" and symbols.alphabet <= ANS_ALPHABET_MAX:
-        return _ans(symbols, _whole(symbols) if _is_large(symbols) else None)
+        whole = _whole(symbols) if _is_large(symbols) else None
+        counts, in_bytes = _histograms(symbols, whole)
+        if whole is not None and in_bytes is not None:
+            return Coder.ANS_BYTES, _ans(whole, _best_model(in_bytes, Coder.ANS_BYTES)[0])
+        model, _ = _best_model(counts)
+        return model.coder, _ans(symbols.values, model)
     return _choose(symbols) if coder == "auto" else (Coder.PACKED, _packed(symbols))
 
 
@@ -158,16 +164,22 @@ def _choose(symbols: Symbols) -> tuple[Coder, bytes | memoryview]:
     estimate = _WORTHWHILE * size / _FAST
     whole = _whole(symbols) if _is_large(symbols) else None
     if symbols.alphabet <= ANS_ALPHABET_MAX:
-        model, estimate = _best_model(_histogram(symbols, whole))
+        counts, in_bytes = _histograms(symbols, whole)
+        model, estimate = _best_model(counts)
         if estimate > _WORTHWHILE * size:
             return Coder.PACKED, _packed(symbols)
-    limit = (_FAST if whole is None else _FAST_LARGE) * estimate
-    if size >= _ZSTD_MIN and len(body := _zstd(_whole(symbols) if whole is None else whole)) <= limit:
+    if whole is None:
+        if size >= _ZSTD_MIN and len(body := _zstd(_whole(symbols))) <= _FAST * estimate:
+            return Coder.ZSTD, body
+    elif _zstd_promises(whole, limit := _FAST_LARGE * estimate) and len(body := _zstd(whole)) <= limit:
         return Coder.ZSTD, body
+    if symbols.alphabet > ANS_ALPHABET_MAX:
+        return Coder.PACKED, _packed(symbols)
+    if whole is not None and in_bytes is not None:
+        return Coder.ANS_BYTES, _ans(whole, _best_model(in_bytes, Coder.ANS_BYTES)[0])
     # The last bytes of a short stream may belie the estimate.
-    if symbols.alphabet <= ANS_ALPHABET_MAX and len((ans := _ans(symbols, whole, model))[1]) < size:
-        return ans
-    return Coder.PACKED, _packed(symbols)
+    body = _ans(symbols.values, model)
+    return (model.coder, body) if len(body) < size else (Coder.PACKED, _packed(symbols))
 
 
 def _is_large(symbols: Symbols) -> bool:
@@ -184,13 +196,23 @@ def _whole(symbols: Symbols) -> Tensor:
 
 
 def _zstd(whole: Tensor) -> bytes:
-    if whole.numel() <= 2 * _ZSTD_JOB:
-        return zstandard.ZstdCompressor(level=1).compress(whole.numpy().data)[len(_ZSTD_MAGIC) :]
-    # The result does not depend on the number of threads, as long as there is one.
-    parameters = zstandard.ZstdCompressionParameters.from_level(
-        1, source_size=whole.numel(), threads=torch.get_num_threads(), job_size=_ZSTD_JOB
-    )
-    return zstandard.ZstdCompressor(compression_params=parameters).compress(whole.numpy().data)[len(_ZSTD_MAGIC) :]
+    threads = torch.get_num_threads()
+    if threads == 1 or whole.numel() <= 2 * _ZSTD_JOB:
+        compressor = zstandard.ZstdCompressor(level=1)
+    else:
+        compressor = zstandard.ZstdCompressor(
+            compression_params=zstandard.ZstdCompressionParameters.from_level(
+                1, source_size=whole.numel(), threads=threads, job_size=_ZSTD_JOB
+            )
+        )
+    return compressor.compress(whole.numpy().data)[len(_ZSTD_MAGIC) :]
+
+
+def _zstd_promises(whole: Tensor, limit: float) -> bool:
+    """Whether Zstandard may stay below a size, by what it makes of samples of a large stream."""
+    starts = range(0, whole.numel() - _SAMPLE + 1, max(whole.numel() // _SAMPLES, 1))
+    sample = torch.cat([whole[start : start + _SAMPLE] for start in starts] or [whole])
+    return len(_zstd(sample)) * whole.numel() <= 1.02 * limit * sample.numel()
 
 
 def _unzstd(body: Tensor, count: int, alphabet: int) -> Tensor:
@@ -248,20 +270,24 @@ class _Model:
     frequencies: _Ints
 
 
-def _histogram(symbols: Symbols, whole: Tensor | None) -> _Ints:
-    """How often each symbol occurs: ``[alphabet]``; from the bytes, if given, where these are fewer."""
+def _histograms(symbols: Symbols, whole: Tensor | None) -> tuple[_Ints, _Ints | None]:
+    """How often each symbol occurs, ``[alphabet]``, and each byte, ``[256]``, if bytes are given and are fewer."""
     if whole is None or symbols.alphabet > _BYTES_ALPHABET_MAX:
-        parts = torch.split(symbols.values, piece_size(symbols.values.numel(), symbols.values.device))
-        counted = map_pieces(lambda part: torch.bincount(part, minlength=symbols.alphabet), parts)
-        total: _Ints = torch.stack(counted).sum(0).cpu().numpy()
-        return total
+        return _count(symbols.values, symbols.alphabet), None
     ((base, *_),) = whole_digits(symbols.alphabet)
     per_byte = DIGITS_PER_BYTE[base]
-    counts: _Ints = _histogram(Symbols(whole, 256), None)[: base**per_byte]
-    by_digit = counts.reshape([base] * per_byte)
+    in_bytes = _count(whole, 256)
+    by_digit = in_bytes[: base**per_byte].reshape([base] * per_byte)
     digits: _Ints = sum(by_digit.sum(tuple(b for b in range(per_byte) if b != axis)) for axis in range(per_byte))
     digits[0] -= per_byte * whole.numel() - symbols.values.numel()  # what fills up the last bytes
-    return digits[: symbols.alphabet]
+    return digits[: symbols.alphabet], in_bytes
+
+
+def _count(values: Tensor, alphabet: int) -> _Ints:
+    parts = torch.split(values, piece_size(values.numel(), values.device))
+    counted = map_pieces(lambda part: torch.bincount(part, minlength=alphabet), parts)
+    total: _Ints = torch.stack(counted).sum(0).cpu().numpy()
+    return total
 
 
 def _best_model(counts: _Ints, *coders: Coder) -> tuple[_Model, float]:
@@ -278,15 +304,9 @@ def _best_model(counts: _Ints, *coders: Coder) -> tuple[_Model, float]:
     return min(choices, key=lambda choice: choice[1])
 
 
-def _ans(symbols: Symbols, whole: Tensor | None, model: _Model | None = None) -> tuple[Coder, bytes]:
-    """Code by ANS: the bytes, if given and fewer than the symbols; otherwise the symbols, with their best model."""
-    if whole is not None and symbols.alphabet <= _BYTES_ALPHABET_MAX:
-        symbols = Symbols(whole, 256)
-        model, _ = _best_model(_histogram(symbols, None), Coder.ANS_BYTES)
-    elif model is None:
-        model, _ = _best_model(_histogram(symbols, None))
+def _ans(values: Tensor, model: _Model) -> bytes:
     table = pack_symbols(torch.from_numpy(model.codes), 1 << model.coder.weight_bits).numpy().tobytes()
-    return model.coder, table + ans_encode(symbols.values.cpu().numpy(), model.frequencies)
+    return table + ans_encode(values.cpu().numpy(), model.frequencies)
 
 
 def _unans(body: Tensor, count: int, alphabet: int, weight_bits: int) -> Tensor:
