@@ -16,14 +16,15 @@ import resource
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from isgq.core.errors import WireError
 from isgq.core.payload import Payload, Symbols, symbol_dtype
-from isgq.wire import Template, pack, pack_message, unpack, unpack_message
-from isgq.wire.bits import packed_size
+from isgq.wire import Template, entropy, pack, pack_message, unpack, unpack_message
+from isgq.wire.bits import pack_symbols, packed_size, whole_digits
 from isgq.wire.entropy import Coder, ans_encode, frequencies
 from isgq.wire.format import Kind, checksum, read_frame
 from isgq.wire.layout import Record, parts_of
@@ -62,6 +63,8 @@ def tensor_of(data: bytes) -> Tensor:
 def corpus() -> list[Frame]:
     """Frames of every kind, coder and dtype."""
     frames = [pack(record, coder=coder) for record in examples().values() for coder in ("packed", "zstd", "ans")]
+    with mock.patch.object(entropy, "LARGE", 1):  # so that ANS codes bytes
+        frames += [pack(record, coder="ans") for record in examples().values()]
     records = [low_rank(12, 30, 2, "first"), pair(), low_rank(30, 10, 2, "second"), ternary()]
     template = Template.of([*records[:2], low_rank(30, 10, 3, "other")])
     messages = [Frame(bytes(pack_message(chosen)[0].numpy())) for chosen in (records, [], list(examples().values()))]
@@ -140,6 +143,10 @@ def check_stream(symbols: Symbols, coder: Coder, body: bytes) -> None:
         assert body[(symbols.alphabet * coder.weight_bits + 7) // 8 :] == ans_encode(
             values.numpy(), frequencies(codes, coder.weight_bits)
         ), "two spellings of the same ANS stream"
+    elif coder is Coder.ANS_BYTES:
+        whole = pack_symbols(values, symbols.alphabet, whole_digits).numpy()
+        model = frequencies(tensor_of(body[:256]).numpy(), coder.weight_bits)
+        assert body[256:] == ans_encode(whole, model), "two spellings of the same ANS stream"
 
 
 def run(mutations: int, seed: int) -> Iterator[tuple[str, bytes]]:

@@ -5,23 +5,24 @@ none is ever padded. ``tensor`` is one bucket; ``row`` is one bucket for each in
 in all for tensors of fewer than two dimensions, where a row would be a single number).
 
 Work goes by *pieces*: blocks ``[buckets, elements of each]`` that fit the cache of a CPU core, so that a chain of
-elementwise operations passes through the memory once.
+elementwise operations passes through the memory once; threads share out the pieces (:mod:`isgq.core.parallel`).
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from isgq.core.errors import OptionError
+from isgq.core.parallel import map_pieces, piece_size
 
 Bucket = int | Literal["tensor", "row"]
 """A number of elements, or one of the two words."""
 
-_PIECE = 1 << 17  # elements of a piece on the CPU
+_T = TypeVar("_T")
 
 
 def check_bucket(bucket: Bucket) -> None:
@@ -66,7 +67,7 @@ class Buckets:
 
     def pieces(self, device: torch.device) -> Iterator[tuple[slice, slice]]:
         """Cut the work: ``(elements, buckets)`` of whole buckets, or of a part of one."""
-        limit = _PIECE if device.type == "cpu" else max(self.numel, 1)
+        limit = piece_size(self.numel, device)
         first = 0
         while first < self.numel:
             bucket = first // self.size
@@ -81,6 +82,10 @@ class Buckets:
         """The pieces of a flat tensor ``[numel]``, as views ``[buckets, elements of each]``."""
         for elements, buckets in self.pieces(flat.device):
             yield flat[elements].view(buckets.stop - buckets.start, -1), elements, buckets
+
+    def map(self, flat: Tensor, work: Callable[[Tensor, slice, slice], _T]) -> list[_T]:
+        """``work(*piece)`` for each piece of :meth:`blocks`, by several threads: the results in order."""
+        return map_pieces(lambda piece: work(*piece), list(self.blocks(flat)))
 
     def sizes(self, device: torch.device) -> Tensor:
         """Elements of each bucket: int64 ``[count]``."""
@@ -110,8 +115,9 @@ class Buckets:
         """Sums of a function of ``x / largest``, which cannot overflow: float64 ``[count]``."""
         divisor = nonzero(largest).unsqueeze(1)
         total = torch.zeros(self.count, dtype=torch.float64, device=flat.device)
-        for block, _, buckets in self.blocks(flat):
-            total[buckets] += of(block / divisor[buckets]).sum(1)
+        parts = self.map(flat, lambda block, _, buckets: (buckets, of(block / divisor[buckets]).sum(1)))
+        for buckets, part in parts:  # in order, so that the sums are the same for any number of threads
+            total[buckets] += part
         return total
 
     def spread(self, each: Tensor) -> Tensor:

@@ -87,7 +87,10 @@ def _chunked_cast(flat: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Te
     """``flat * factor`` in another dtype, held within its range: ``[numel]``."""
     limit = torch.finfo(dtype).max
     result = torch.empty(flat.numel(), dtype=dtype, device=flat.device)
-    for elements, _ in Buckets.of(flat.shape, "tensor").pieces(flat.device):
-        part = flat[elements].to(torch.float32)
+
+    def work(block: Tensor, elements: slice, _: slice) -> None:
+        part = block.view(-1).to(torch.float32)
         result[elements].copy_((part if factor is None else part * factor).clamp(-limit, limit))
+
+    Buckets.of(flat.shape, "tensor").map(flat, work)
     return result

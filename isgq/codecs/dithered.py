@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from isgq.codecs.buckets import Bucket, Buckets, check_bucket, nonzero
+from isgq.codecs.compare import not_negative, not_zero
 from isgq.codecs.flat import flatten, restore
+from isgq.codecs.grid import nearest_integer
 from isgq.core.errors import CodecError, OptionError
 from isgq.core.keys import Key, uniform
 from isgq.core.payload import Payload, Symbols, symbol_dtype
@@ -86,21 +88,29 @@ class Dithered:
         scales = self._scales(flat, buckets)
         divisors = nonzero(scales).unsqueeze(1)
         symbols = torch.empty(flat.numel(), dtype=symbol_dtype(self._alphabet), device=flat.device)
-        for block, elements, rows in buckets.blocks(flat):
+
+        def work(block: Tensor, elements: slice, rows: slice) -> None:
             dither = uniform(digest, _ROLE, block.shape, block.device, start=elements.start)
-            symbols[elements].view(block.shape).copy_(self._quantize(block, divisors[rows], dither))
+            self._quantize(block, divisors[rows], dither, symbols[elements].view(block.shape))
+
+        buckets.map(flat, work)
         streams = {"levels": Symbols(symbols, self._alphabet)}
         shared = 0 if self.mode == "half" else digest
         return Payload(self.name, tuple(x.shape), x.dtype, streams, {"scales": scales}, shared)
 
-    def _quantize(self, block: Tensor, divisor: Tensor, dither: Tensor) -> Tensor:
-        """Symbols, still as float32, of a block ``[rows, columns]`` with divisors ``[rows, 1]``."""
+    def _quantize(self, block: Tensor, divisor: Tensor, dither: Tensor, out: Tensor) -> None:
+        """Write the symbols of a block ``[rows, columns]`` with divisors ``[rows, 1]``."""
+        w = torch.div(block, divisor)
         if self.mode == "one_bit":  # sign(w/sigma + u) with sigma = 2 peak
-            return torch.div(block, divisor).add_(dither, alpha=2).ge(0)
-        q = torch.div(block, divisor).add_(dither).round_()
+            out.copy_(not_negative(w.add_(dither, alpha=2)))
+            return
         # |w/s + u| < L + 1/2, but float32 may round the sum up to it.
-        q.clamp_(-self.levels, self.levels).add_(self.levels)
-        return q.masked_fill_(block == 0, 2 * self.levels + 1) if self._marks_zeros else q
+        q = nearest_integer(w.add_(dither).clamp_(-self.levels, self.levels))
+        if self._marks_zeros:
+            zero = 2 * self.levels + 1
+            out.copy_(q.add_(self.levels - zero)).mul_(not_zero(block)).add_(zero)  # bytes wrap, and back
+        else:
+            out.copy_(q.add_(self.levels))
 
     def decode(self, payload: Payload) -> Tensor:
         """Rebuild the tensor from symbols and scales, drawing the sender's dither again.
@@ -114,10 +124,13 @@ class Dithered:
         symbols = payload.require_symbols("levels", buckets.numel, self._alphabet).values
         scales = payload.require_tensor("scales", buckets.count, torch.float32).unsqueeze(1)
         flat = torch.empty(buckets.numel, dtype=torch.float32, device=symbols.device)
-        for block, elements, rows in buckets.blocks(flat):
+
+        def work(block: Tensor, elements: slice, rows: slice) -> None:
             decoded = self._rebuild(symbols[elements].view(block.shape), payload.digest, elements.start)
             # s (q - u) reaches beyond the peak by half a step, which may be beyond float32.
             torch.mul(decoded, scales[rows], out=block).clamp_(-_LARGEST, _LARGEST)
+
+        buckets.map(flat, work)
         return restore(flat, payload)
 
     def _rebuild(self, symbols: Tensor, digest: int, first: int) -> Tensor:
@@ -129,7 +142,7 @@ class Dithered:
         if self.mode == "one_bit":  # sigma (q/2 - u) = peak (q - 2u)
             return q.mul_(2).sub_(1).sub_(dither, alpha=2)
         q.sub_(self.levels).sub_(dither)
-        return q.masked_fill_(symbols == 2 * self.levels + 1, 0) if self._marks_zeros else q
+        return q.mul_(symbols.ne(2 * self.levels + 1)) if self._marks_zeros else q
 
     def variance(self, x: Tensor) -> Tensor:
         """Variance over keys of each decoded element: float32 of the shape of x, exact (see the module's table).

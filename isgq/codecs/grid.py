@@ -16,6 +16,7 @@ from isgq.core.keys import random_int32
 
 MAX_LEVELS = 127  # so that symbols are bytes, and t has room in 8.24 bits
 _ONE = 1 << 24
+_INTEGERS = 1.5 * 2**23
 
 
 def check_levels(levels: int) -> None:
@@ -50,32 +51,54 @@ def round_stochastic(flat: Tensor, norm: Tensor, levels: int, buckets: Buckets, 
     """
     norm = nonzero(norm).unsqueeze(1)
     symbols = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
-    for block, elements, rows in buckets.blocks(flat):
-        t = (block / norm[rows]).clamp_(-1.0, 1.0).mul_(levels * _ONE).to(torch.int32).view(-1)
+
+    def work(block: Tensor, elements: slice, rows: slice) -> None:
+        t = torch.div(block, norm[rows]).clamp_(-1.0, 1.0).mul_(levels * _ONE).to(torch.int32).view(-1)
         # The random bits lie in [-1/2, 1/2): the missing half is added, then the fraction is cut off.
         u = random_int32(digest, "round", t.numel(), flat.device, start=elements.start).bitwise_right_shift_(8)
-        symbols[elements].copy_(t.add_(u).add_(_ONE // 2).bitwise_right_shift_(24))
-    return symbols.add_(levels)  # a negative k was wrapped to k + 256; so does this sum, back to k + L
+        # A negative k is wrapped to k + 256; so is the sum, back to k + L.
+        symbols[elements].copy_(t.add_(u).add_(_ONE // 2).bitwise_right_shift_(24)).add_(levels)
+
+    buckets.map(flat, work)
+    return symbols
 
 
 def round_nearest(flat: Tensor, norm: Tensor, levels: int, buckets: Buckets) -> Tensor:
     """Round to the nearest point, ties to even; arguments and result as in :func:`round_stochastic`."""
     norm = nonzero(norm).unsqueeze(1)
     symbols = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
-    for block, elements, rows in buckets.blocks(flat):
-        symbols[elements].view(block.shape).copy_(
-            (block / norm[rows]).clamp_(-1.0, 1.0).mul_(levels).round_().add_(levels)
-        )
+
+    def work(block: Tensor, elements: slice, rows: slice) -> None:
+        k = nearest_integer(torch.div(block, norm[rows]).clamp_(-1.0, 1.0).mul_(levels))
+        symbols[elements].view(block.shape).copy_(k).add_(levels)  # wrapped and back, as above
+
+    buckets.map(flat, work)
     return symbols
+
+
+def nearest_integer(t: Tensor) -> Tensor:
+    """Round in place, ties to even: a view of float32 ``t`` as int32, for magnitudes below 2**22.
+
+    Next to 1.5 * 2**23 float32 holds the integers alone, and its last 22 bits count them.
+    """
+    return t.add_(_INTEGERS).view(torch.int32).sub_(0x4B400000)
+
+
+def round_(t: Tensor) -> Tensor:
+    """The same, staying float32."""
+    return t.add_(_INTEGERS).sub_(_INTEGERS)
 
 
 def rebuild(symbols: Tensor, norm: Tensor, levels: int, buckets: Buckets) -> Tensor:
     """Points of the grid: float32 ``[numel]``."""
     norm = norm.unsqueeze(1)
     flat = torch.empty(symbols.numel(), dtype=torch.float32, device=symbols.device)
-    for block, elements, rows in buckets.blocks(flat):
+
+    def work(block: Tensor, elements: slice, rows: slice) -> None:
         # Divided by L before the norm comes in: the ends of the grid are the norm itself, and nothing overflows.
         block.copy_(symbols[elements].view(block.shape)).sub_(levels).div_(levels).mul_(norm[rows])
+
+    buckets.map(flat, work)
     return flat
 
 

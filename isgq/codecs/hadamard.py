@@ -63,16 +63,16 @@ def multiply(x: Tensor, *, transposed: bool = False) -> Tensor:
 
 def _sylvester(x: Tensor) -> Tensor:
     """Fast Walsh-Hadamard transform over the first dimension, a power of two."""
-    n = x.shape[0]
-    x = x.clone()
+    n, columns = x.shape
+    source, target, spare = x, torch.empty_like(x), torch.empty_like(x)
     half = 1
     while half < n:
-        upper, lower = x.view(-1, 2, half, x.shape[1]).unbind(1)
-        difference = upper - lower
-        upper.add_(lower)
-        lower.copy_(difference)
+        (upper, lower), (total, difference) = (t.view(-1, 2, half, columns).unbind(1) for t in (source, target))
+        torch.add(upper, lower, out=total)
+        torch.sub(upper, lower, out=difference)
+        source, target, spare = target, spare, target  # x itself is never written
         half *= 2
-    return x
+    return source if n > 1 else x.clone()
 
 
 def _dense(matrix: Tensor, x: Tensor) -> Tensor:

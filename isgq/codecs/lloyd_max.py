@@ -21,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from isgq.codecs.buckets import Buckets
+from isgq.codecs.compare import above, not_zero
 from isgq.codecs.flat import flatten, restore
 from isgq.core.errors import CodecError, OptionError
 from isgq.core.keys import Key
@@ -31,7 +33,6 @@ Model = Literal["auto", "normal", "half_normal", "uniform", "empirical"]
 """What the points are optimal for; see :class:`LloydMax`."""
 
 _MAX_LEVELS = 256
-_PIECE = 1 << 17  # elements that pass through the comparisons together, so that they stay in the cache
 _MANY = 16  # from so many edges on, a binary search is faster than comparing with each
 _EMPIRICAL_STEPS = 100
 
@@ -119,26 +120,34 @@ def _edges(points: Tensor) -> Tensor:
     return points[1:] / 2 + points[:-1] / 2
 
 
-def nearest(flat: Tensor, points: Tensor) -> Tensor:
+def nearest(flat: Tensor, points: Tensor, *, zero_symbol: bool = False) -> Tensor:
     """Index of the nearest of ascending points, the lower one at a tie.
 
     Args:
         flat: float32 ``[n]``.
         points: float32 ``[L]``.
+        zero_symbol: give 0 for exact zeros, and 1 more than the index elsewhere.
 
     Returns:
-        Integers ``[n]`` of dtype ``symbol_dtype(L + 1)``, in ``0 .. L - 1``.
+        Integers ``[n]`` of dtype ``symbol_dtype(L + 1)``, in ``0 .. L - 1``, or ``0 .. L``.
     """
     edges = _edges(points)
-    codes = torch.zeros(flat.numel(), dtype=symbol_dtype(points.numel() + 1), device=flat.device)
-    size = _PIECE if flat.device.type == "cpu" else max(flat.numel(), 1)
-    for first in range(0, flat.numel(), size):
-        values, out = flat[first : first + size], codes[first : first + size]
+    codes = torch.empty(flat.numel(), dtype=symbol_dtype(points.numel() + 1), device=flat.device)
+
+    def work(values: Tensor, elements: slice, _: slice) -> None:
+        values, out = values.view(-1), codes[elements]
         if edges.numel() >= _MANY:
             out.copy_(torch.bucketize(values, edges, out_int32=True))
+            if zero_symbol:
+                out.add_(1)
         else:
+            out.fill_(int(zero_symbol))
             for edge in edges:
-                out += values > edge
+                out.add_(above(values, edge))
+        if zero_symbol:
+            out.mul_(not_zero(values))
+
+    Buckets.of(flat.shape, "tensor").map(flat, work)
     return codes
 
 
@@ -194,9 +203,7 @@ class LloydMax:
         """
         flat = flatten(x, key)
         codebook = make_codebook(self._points(flat), x.dtype, self.sparse)
-        codes = nearest(flat, codebook[int(self.sparse) :])
-        if self.sparse:
-            codes.add_(1).masked_fill_(flat == 0, 0)
+        codes = nearest(flat, codebook[int(self.sparse) :], zero_symbol=self.sparse)
         symbols = {"codes": Symbols(codes, codebook.numel())}
         return Payload(self.name, tuple(x.shape), x.dtype, symbols, {"codebook": codebook})
 
@@ -222,8 +229,14 @@ class LloydMax:
 
     def _rms(self, flat: Tensor) -> Tensor:
         """Root mean square of the elements that the model describes: float64 scalar; no square overflows."""
-        count = torch.count_nonzero(flat).clamp(min=1) if self.sparse else flat.numel()
-        norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64)
+
+        def work(block: Tensor, _: slice, __: slice) -> tuple[Tensor, Tensor]:
+            norm: Tensor = torch.linalg.vector_norm(block, dtype=torch.float64)
+            return norm, not_zero(block).sum()
+
+        norms, counts = map(torch.stack, zip(*Buckets.of(flat.shape, "tensor").map(flat, work), strict=True))
+        count = counts.sum().clamp(min=1) if self.sparse else flat.numel()
+        norm: Tensor = torch.linalg.vector_norm(norms)
         return norm / count**0.5
 
     def _range(self, flat: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from isgq.codecs.buckets import Bucket, Buckets, check_bucket, nonzero
 from isgq.codecs.flat import flatten, require_codec, restore
+from isgq.codecs.grid import round_
 from isgq.core.codec import Codec
 from isgq.core.errors import CodecError, OptionError
 from isgq.core.keys import Key, uniform
@@ -66,10 +67,15 @@ class NestedDithered:
         scale = buckets.absmax(flat).div_(self.levels)
         divisor = nonzero(scale).unsqueeze(1)
         symbols = torch.empty(flat.numel(), dtype=symbol_dtype(self.ratio), device=flat.device)
-        for block, elements, rows in buckets.blocks(flat):
+
+        def work(block: Tensor, elements: slice, rows: slice) -> None:
             dither = uniform(digest, "dither", block.shape, block.device, start=elements.start)
-            n = (block / divisor[rows]).add_(dither).round_().clamp_(-self.levels, self.levels)
-            symbols[elements].view(block.shape).copy_(n.add_(self.ratio // 2).remainder_(self.ratio))
+            n = round_((block / divisor[rows]).add_(dither).clamp_(-self.levels, self.levels))
+            # The ratio being odd, this is n + ratio // 2 modulo ratio.
+            n.sub_(round_(n * (1 / self.ratio)), alpha=self.ratio).add_(self.ratio // 2)
+            symbols[elements].view(block.shape).copy_(n)
+
+        buckets.map(flat, work)
         return Payload(
             self.name, tuple(x.shape), x.dtype, {"q": Symbols(symbols, self.ratio)}, {"scale": scale}, digest
         )
@@ -97,18 +103,22 @@ class NestedDithered:
         guess = None if side is None else side.detach().reshape(-1).to(symbols.device, torch.float32)
         divisor = nonzero(scale)
         flat = torch.empty(buckets.numel, dtype=torch.float32, device=symbols.device)
-        for block, elements, rows in buckets.blocks(flat):
+
+        def work(block: Tensor, elements: slice, rows: slice) -> None:
             dither = uniform(payload.digest, "dither", block.shape, block.device, start=elements.start)
             remainder = symbols[elements].view(block.shape).to(torch.float32).sub_(self.ratio // 2)
             target = dither if guess is None else guess[elements].view(block.shape) / divisor[rows] + dither
             torch.mul(self._nearest(remainder, target).sub_(dither), scale[rows], out=block).clamp_(-_LARGEST, _LARGEST)
+
+        buckets.map(flat, work)
         return restore(flat, payload)
 
     def _nearest(self, remainder: Tensor, target: Tensor) -> Tensor:
         """The number n in -levels .. levels, congruent to ``remainder`` modulo ratio, that is nearest to ``target``."""
-        turns = target.sub(remainder).div_(self.ratio).round_()
-        lowest = remainder.add(self.levels).div_(-self.ratio).ceil_()
-        highest = remainder.neg().add_(self.levels).div_(self.ratio).floor_()
+        half = self.ratio // 2  # the ratio being odd, floor(m / ratio) is round((m - half) / ratio)
+        turns = round_(target.sub(remainder).div_(self.ratio))
+        lowest = round_(remainder.add(self.levels - half).div_(self.ratio)).neg_()
+        highest = round_(remainder.neg().add_(self.levels - half).div_(self.ratio))
         return turns.clamp_(lowest, highest).mul_(self.ratio).add_(remainder)
 
     def variance(self, x: Tensor) -> Tensor:

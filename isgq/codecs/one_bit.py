@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isgq.codecs.buckets import Bucket, Buckets, check_bucket, nonzero
+from isgq.codecs.compare import not_negative
 from isgq.codecs.flat import flatten, require_codec, restore
 from isgq.core.keys import Key
 from isgq.core.payload import Payload, Symbols
@@ -46,10 +47,13 @@ class OneBit:
         bits = payload.require_symbols("q", buckets.numel, 2).values
         high, low = (payload.require_tensor(side, buckets.count, torch.float32)[:, None] for side in ("high", "low"))
         flat = torch.empty(buckets.numel, dtype=torch.float32, device=bits.device)
-        for block, elements, rows in buckets.blocks(flat):
+
+        def work(block: Tensor, elements: slice, rows: slice) -> None:
             bit = bits[elements].view(block.shape).to(torch.float32)
             torch.mul(bit, high[rows], out=block)
             block.addcmul_(bit.neg_().add_(1), low[rows])  # one of the two products is zero, so the sum is exact
+
+        buckets.map(flat, work)
         return restore(flat, payload)
 
     def contraction(self, x: Tensor) -> float:
@@ -66,13 +70,17 @@ def _split_at_zero(flat: Tensor, buckets: Buckets) -> tuple[Tensor, Tensor, Tens
     largest = buckets.absmax(flat)
     divisor = nonzero(largest).unsqueeze(1)  # sums of quotients cannot overflow
     ones, high, low = torch.zeros(3, buckets.count, dtype=torch.float64, device=flat.device)
-    for block, elements, rows in buckets.blocks(flat):
-        bit = torch.ge(block, 0).view(torch.uint8)
+
+    def work(block: Tensor, elements: slice, rows: slice) -> tuple[slice, Tensor, Tensor, Tensor]:
+        bit = not_negative(block)
         bits[elements].copy_(bit.view(-1))
-        ones[rows] += bit.sum(1, dtype=torch.int32)
         quotient = block / divisor[rows]
-        low[rows] += quotient.clamp(max=0).sum(1)
-        high[rows] += quotient.clamp_(min=0).sum(1)
+        below = quotient.clamp(max=0).sum(1)
+        return rows, bit.sum(1, dtype=torch.int32), quotient.clamp_(min=0).sum(1), below
+
+    for rows, *sums in buckets.map(flat, work):
+        for total, part in zip((ones, high, low), sums, strict=True):
+            total[rows] += part
     counts = torch.stack((ones, buckets.sizes(flat.device) - ones))
     means = torch.stack((high, low)) / counts.clamp(min=1) * largest
     return bits, counts, means

@@ -23,12 +23,14 @@ from torch import Tensor
 from isgq.codecs import hadamard
 from isgq.codecs.buckets import Buckets, nonzero
 from isgq.codecs.flat import flatten, require_codec, restore
+from isgq.codecs.grid import nearest_integer
 from isgq.core.errors import OptionError
 from isgq.core.keys import Key, random_int32, uniform
+from isgq.core.parallel import map_pieces, piece_size
 from isgq.core.payload import Payload, Symbols
 from isgq.core.registry import register_codec
 
-_PIECE = 1 << 17  # elements that are worked on together on the CPU
+_WORD = 32  # random signs
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -61,11 +63,27 @@ class _Layout:
     k: int
     blocks: int
 
-    def pieces(self, device: torch.device) -> Iterator[slice]:
-        """Ranges of blocks that fit the cache; they begin at multiples of 32, where a word of random signs does."""
-        step = max(_PIECE // self.n // 32, 1) * 32 if device.type == "cpu" else max(self.blocks, 1)
-        for first in range(0, self.blocks, step):
-            yield slice(first, min(first + step, self.blocks))
+    @property
+    def period(self) -> int:
+        """The first k rows of H repeat after so many elements."""
+        return hadamard.smallest_period(self.n, self.k)
+
+    def pieces(self, device: torch.device) -> list[slice]:
+        """Ranges of blocks whose projections, ``period`` numbers each, fit the cache."""
+        return list(self._cut(slice(0, self.blocks), self.period, device))
+
+    def parts(self, blocks: slice, device: torch.device) -> Iterator[tuple[slice, slice]]:
+        """Ranges of these blocks that fit the cache themselves: blocks counted from the first of these; elements."""
+        for part in self._cut(blocks, self.n, device):
+            yield (
+                slice(part.start - blocks.start, part.stop - blocks.start),
+                slice(part.start * self.n, part.stop * self.n),
+            )
+
+    def _cut(self, blocks: slice, numbers: int, device: torch.device) -> Iterator[slice]:
+        unit = _WORD // math.gcd(self.n, _WORD)  # so that they begin where a word of random signs does
+        step = max(piece_size(self.blocks * numbers, device) // numbers // unit, 1) * unit
+        return (slice(at, min(at + step, blocks.stop)) for at in range(blocks.start, blocks.stop, step))
 
 
 @register_codec("qcs")
@@ -106,21 +124,27 @@ class QCS:
     def encode(self, x: Tensor, key: Key) -> Payload:
         """Compress; NonFiniteError on NaN or Inf."""
         flat, layout, digest = flatten(x, key), self._layout(x.numel()), key.digest
-        n, k = layout.n, layout.k
-        period = hadamard.smallest_period(n, k)
+        n, k, period = layout.n, layout.k, layout.period
         largest = Buckets.of(x.shape, "tensor").absmax(flat)  # [1], or [0] of an empty tensor
         symbols = torch.empty(layout.blocks, k, dtype=torch.uint8, device=flat.device)
         scale = torch.empty(layout.blocks, dtype=torch.float32, device=flat.device)
-        for blocks in layout.pieces(flat.device):
-            v = flat[blocks.start * n : blocks.stop * n] / nonzero(largest)  # sums of quotients cannot overflow
-            v = torch.nn.functional.pad(v, (0, (blocks.stop - blocks.start) * n - v.numel())).view(-1, n)
-            signed = v.mul_(_signs(digest, blocks, n, v.device))
-            z = hadamard.multiply(signed.view(-1, n // period, period).sum(1).T)[:k].T / math.sqrt(k)
+
+        def work(blocks: slice) -> None:
+            y = torch.empty(blocks.stop - blocks.start, period, dtype=torch.float32, device=flat.device)
+            for part, elements in layout.parts(blocks, flat.device):
+                v = flat[elements] / nonzero(largest)  # sums of quotients cannot overflow
+                if missing := elements.stop - elements.start - v.numel():
+                    v = torch.nn.functional.pad(v, (0, missing))
+                _flip_signs(v, digest, elements.start)
+                torch.sum(v.view(-1, n // period, period), 1, out=y[part])
+            z = hadamard.multiply(y.T)[:k].T.contiguous().div_(math.sqrt(k))
             step = torch.maximum(z.amax(1), z.amin(1).neg()).div_(self.levels)
             dither = uniform(digest, "dither", z.shape, z.device, start=blocks.start * k)
-            q = (z / nonzero(step).unsqueeze(1)).add_(dither).round_().clamp_(-self.levels, self.levels)
-            symbols[blocks].copy_(q.add_(self.levels))
+            q = torch.add(z / nonzero(step).unsqueeze(1), dither, out=dither).clamp_(-self.levels, self.levels)
+            symbols[blocks].copy_(nearest_integer(q).add_(self.levels))
             torch.mul(step, largest, out=scale[blocks]).clamp_(max=_LARGEST)
+
+        map_pieces(work, layout.pieces(flat.device))
         streams = {"q": Symbols(symbols, 2 * self.levels + 1)}
         return Payload(self.name, tuple(x.shape), x.dtype, streams, {"scale": scale}, digest)
 
@@ -128,21 +152,25 @@ class QCS:
         """Rebuild ``alpha T^T s (q - u)``."""
         require_codec(payload, self.name)
         layout, digest = self._layout(payload.numel), payload.digest
-        n, k = layout.n, layout.k
-        period = hadamard.smallest_period(n, k)
+        n, k, period = layout.n, layout.k, layout.period
         symbols = payload.require_symbols("q", layout.blocks * k, 2 * self.levels + 1).values.view(-1, k)
         scale = payload.require_tensor("scale", layout.blocks, torch.float32)
         factor = self._alpha(layout) / math.sqrt(k)
         flat = torch.empty(layout.blocks * n, dtype=torch.float32, device=symbols.device)
-        for blocks in layout.pieces(flat.device):
+
+        def work(blocks: slice) -> None:
             q = symbols[blocks].to(torch.float32).sub_(self.levels)
             q.sub_(uniform(digest, "dither", q.shape, q.device, start=blocks.start * k))
             padded = torch.nn.functional.pad(q.T, (0, 0, 0, period - k)).contiguous()
             v = hadamard.multiply(padded, transposed=True).T.mul(factor).unsqueeze(1)
-            signs = _signs(digest, blocks, n, flat.device).view(-1, n // period, period)
-            # The step comes last: at the end of float32's range nothing but the result can overflow.
-            v = signs.mul_(v).mul_(scale[blocks].view(-1, 1, 1)).clamp_(-_LARGEST, _LARGEST)
-            flat[blocks.start * n : blocks.stop * n].copy_(v.view(-1))
+            for part, elements in layout.parts(blocks, flat.device):
+                out = flat[elements]
+                out.view(-1, n // period, period).copy_(v[part])
+                _flip_signs(out, digest, elements.start)
+                # The step comes last: at the end of float32's range nothing but the result can overflow.
+                out.view(-1, n).mul_(scale[blocks][part].unsqueeze(1)).clamp_(-_LARGEST, _LARGEST)
+
+        map_pieces(work, layout.pieces(flat.device))
         return restore(flat[: payload.numel], payload)
 
     def contraction(self, x: Tensor) -> float:
@@ -159,9 +187,16 @@ class QCS:
         return 1.0 if self.unbiased else 1 / (1 + gamma(layout.n, layout.k, self.levels))
 
 
-def _signs(digest: int, blocks: slice, n: int, device: torch.device) -> Tensor:
-    """Random signs of some blocks: float32 ``[blocks, n]`` of -1 and 1, a bit each of a random word."""
-    count = (blocks.stop - blocks.start) * n
-    words = random_int32(digest, "sign", -(-count // 32), device, start=blocks.start * n // 32)
-    bits = words.unsqueeze(1).bitwise_right_shift(torch.arange(32, dtype=torch.int32, device=device)).bitwise_and_(1)
-    return bits.view(-1)[:count].to(torch.float32).mul_(2).sub_(1).view(-1, n)
+def _flip_signs(v: Tensor, digest: int, start: int) -> None:
+    """Multiply float32 ``v`` in place by random signs, a bit each of a random word: 1 is plus, 0 minus.
+
+    Args:
+        v: ``[elements]``, which begin at element ``start`` of the stream, where a word begins.
+        digest: as in :func:`isgq.core.keys.random_int32`.
+        start: a multiple of 32.
+    """
+    words = random_int32(digest, "sign", -(-v.numel() // _WORD), v.device, start=start // _WORD).bitwise_not_()
+    # A bit becomes the sign of a float.
+    shifts = torch.arange(_WORD - 1, -1, -1, dtype=torch.int32, device=v.device)
+    flips = words.unsqueeze(1).bitwise_left_shift(shifts).bitwise_and_(-(1 << 31))
+    v.view(torch.int32).bitwise_xor_(flips.view(-1)[: v.numel()])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from isgq.codecs.buckets import Bucket, Buckets, check_bucket
+from isgq.codecs.compare import not_negative
 from isgq.codecs.flat import flatten, require_codec, restore
 from isgq.core.errors import OptionError
 from isgq.core.keys import Key
@@ -43,8 +44,7 @@ class Sign:
         """Compress; the key serves for messages only, nothing is random."""
         flat, buckets = flatten(x, key), Buckets.of(x.shape, self.bucket)
         bits = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
-        for block, elements, _ in buckets.blocks(flat):
-            torch.ge(block, 0, out=bits[elements].view(block.shape).view(torch.bool))
+        buckets.map(flat, lambda block, elements, _: bits[elements].view(block.shape).copy_(not_negative(block)))
         scale = self._scales(flat, buckets).to(torch.float32)
         return Payload(self.name, tuple(x.shape), x.dtype, {"q": Symbols(bits, 2)}, {"scale": scale})
 
@@ -55,8 +55,11 @@ class Sign:
         bits = payload.require_symbols("q", buckets.numel, 2).values
         scale = payload.require_tensor("scale", buckets.count, torch.float32).unsqueeze(1)
         flat = torch.empty(buckets.numel, dtype=torch.float32, device=bits.device)
-        for block, elements, rows in buckets.blocks(flat):
+
+        def work(block: Tensor, elements: slice, rows: slice) -> None:
             block.copy_(bits[elements].view(block.shape)).mul_(2).sub_(1).mul_(scale[rows])
+
+        buckets.map(flat, work)
         return restore(flat, payload)
 
     def contraction(self, x: Tensor) -> float:

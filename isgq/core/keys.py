@@ -15,9 +15,10 @@ torch's own generators are not used: their CUDA stream depends on the GPU model,
 of calls part of the protocol.
 """
 
+import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,11 +27,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isgq.core.errors import OptionError
+from isgq.core.parallel import PIECE, map_pieces, piece_size
 
 # (shift, multiplier) of a well-mixing 32-bit permutation.
 _ROUNDS = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
 _LAST_SHIFT = 14
-_CHUNK = 1 << 17  # elements a block on the CPU: all scratch of a block stays within the cache
 
 
 def _signed(word: int) -> int:
@@ -76,15 +77,15 @@ def _xor_shift(x: Tensor, shift: int, scratch: Tensor) -> None:
     x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
 
 
-def _fill(out: Tensor, ramp: Tensor, digest: int, role: str, start: int) -> None:
+def _fill(out: Tensor, digest: int, role: str, start: int) -> None:
     """Write elements ``start ..`` of a stream into int32 ``out``; no block boundary lies within."""
     block, low = divmod(start, 1 << 31)
     k0, *later = _words(digest, role, block)
     first = (low + k0) % (1 << 32)
     if out.device.type == "cpu":
-        _fill_numpy(out.numpy().view(np.uint32), ramp[: out.numel()].numpy().view(np.uint32), first, later)
+        _fill_numpy(out.numpy().view(np.uint32), first, later)
         return
-    torch.add(ramp[: out.numel()], _signed(first), out=out)
+    torch.arange(out.numel(), out=out).add_(_signed(first))
     scratch = torch.empty_like(out)
     for (shift, multiplier), word in zip(_ROUNDS, later, strict=True):
         _xor_shift(out, shift, scratch)
@@ -92,9 +93,14 @@ def _fill(out: Tensor, ramp: Tensor, digest: int, role: str, start: int) -> None
     _xor_shift(out, _LAST_SHIFT, scratch)
 
 
-def _fill_numpy(x: NDArray[np.uint32], ramp: NDArray[np.uint32], first: int, later: Sequence[int]) -> None:
+@functools.cache
+def _ramp() -> NDArray[np.uint32]:
+    return np.arange(PIECE, dtype=np.uint32)
+
+
+def _fill_numpy(x: NDArray[np.uint32], first: int, later: Sequence[int]) -> None:
     """The same integers on the CPU, where numpy's unsigned shifts and small calls are two to three times as fast."""
-    np.add(ramp, np.uint32(first), out=x)
+    np.add(_ramp()[: x.size], np.uint32(first), out=x)
     scratch = np.empty_like(x)
     for (shift, multiplier), word in zip(_ROUNDS, later, strict=True):
         np.bitwise_xor(x, np.right_shift(x, np.uint32(shift), out=scratch), out=x)
@@ -103,14 +109,16 @@ def _fill_numpy(x: NDArray[np.uint32], ramp: NDArray[np.uint32], first: int, lat
     np.bitwise_xor(x, np.right_shift(x, np.uint32(_LAST_SHIFT), out=scratch), out=x)
 
 
-def _pieces(n: int, start: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Cut a stream into pieces that fit the cache and cross no block boundary: ``(first, last)`` offsets."""
-    size = _CHUNK if device.type == "cpu" else max(n, 1)
+def _each_piece(out: Tensor, start: int, fill: Callable[[Tensor, int], None]) -> None:
+    """Cut ``out``, which begins at element ``start``, into pieces that cross no block boundary; fill every piece."""
+    n, size = out.numel(), piece_size(out.numel(), out.device)
+    pieces: list[tuple[Tensor, int]] = []
     first = 0
     while first < n:
         last = min(n, first + size, first + (1 << 31) - (start + first) % (1 << 31))
-        yield first, last
+        pieces.append((out[first:last], start + first))
         first = last
+    map_pieces(lambda piece: fill(*piece), pieces)
 
 
 def _check_range(n: int, start: int) -> None:
@@ -133,9 +141,7 @@ def random_int32(digest: int, role: str, n: int, device: torch.device | str = "c
     """
     _check_range(n, start)
     out = torch.empty(n, dtype=torch.int32, device=device)
-    ramp = torch.arange(min(n, _CHUNK if out.device.type == "cpu" else n), dtype=torch.int32, device=device)
-    for first, last in _pieces(n, start, out.device):
-        _fill(out[first:last], ramp, digest, role, start + first)
+    _each_piece(out, start, lambda part, first: _fill(part, digest, role, first))
     return out
 
 
@@ -165,10 +171,16 @@ def uniform(
     n = math.prod(shape)
     _check_range(n, start)
     out = torch.empty(n, dtype=torch.float32, device=device)
-    ramp = torch.arange(min(n, _CHUNK if out.device.type == "cpu" else n), dtype=torch.int32, device=device)
-    bits = torch.empty_like(ramp)
-    for first, last in _pieces(n, start, out.device):
-        part = bits[: last - first]
-        _fill(part, ramp, digest, role, start + first)
-        out[first:last].copy_(part.bitwise_right_shift_(7).bitwise_or_(1)).mul_(2.0**-25)
+
+    def fill(part: Tensor, first: int) -> None:
+        bits = torch.empty_like(part, dtype=torch.int32)
+        _fill(bits, digest, role, first)
+        if part.device.type == "cpu":
+            words, numbers = bits.numpy(), part.numpy()
+            np.copyto(numbers, np.bitwise_or(np.right_shift(words, 7, out=words), 1, out=words), casting="unsafe")
+            np.multiply(numbers, np.float32(2.0**-25), out=numbers)
+        else:
+            part.copy_(bits.bitwise_right_shift_(7).bitwise_or_(1)).mul_(2.0**-25)
+
+    _each_piece(out, start, fill)
     return out.reshape(tuple(shape))

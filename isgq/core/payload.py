@@ -70,6 +70,10 @@ class Symbols:
     Attributes:
         values: 1-d, contiguous, of dtype ``symbol_dtype(alphabet)`` (converted when made, if need be).
         alphabet: number of different symbols, at least 1.
+
+    Raises:
+        CodecError: no such alphabet, or values to be converted that are outside it; what is of the right dtype already
+            is checked when it is sent.
     """
 
     values: Tensor
@@ -78,7 +82,12 @@ class Symbols:
     def __post_init__(self) -> None:
         if not 1 <= self.alphabet <= 1 << 62:
             raise CodecError(f"alphabet is {self.alphabet}, must be in 1 .. 2**62")
-        values = self.values.to(symbol_dtype(self.alphabet)).reshape(-1).contiguous()
+        dtype = symbol_dtype(self.alphabet)
+        if self.values.dtype != dtype and self.values.numel():  # where a cast would wrap them
+            low, high = (bound.item() for bound in torch.aminmax(self.values))
+            if not 0 <= low <= high < self.alphabet:
+                raise CodecError(f"symbols are {low} .. {high}, allowed are 0 .. {self.alphabet - 1}")
+        values = self.values.to(dtype).reshape(-1).contiguous()
         object.__setattr__(self, "values", values)
 
 

@@ -11,17 +11,24 @@ Layout. A stream holds n symbols in ``[0, alphabet)``.
    *planes*: of ``m = ceil(n / k)`` bytes, byte j is ``sum_c digit[j + c m] * base**c``, digits from n on being 0. So
    every operation works on contiguous rows, which is what makes packing fast in plain tensor operations.
 4. The digit positions follow one another.
+
+On the CPU numpy does what torch does elsewhere: it takes as long, and asks no other thread for help in operations that
+take microseconds, since waiting for one takes milliseconds where cores are busy.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isgq.core.errors import WireError
+from isgq.core.parallel import PIECE
 from isgq.core.payload import symbol_dtype
 
 SEGMENT = 40 << 14
@@ -135,10 +142,10 @@ def unpack_symbols(data: Tensor, count: int, alphabet: int, planner: Planner = t
                 end = start + _position_size(segment.numel(), base)
                 digits = _unpack_digits(data[start:end], base, segment.numel())
                 weight = base**power << shift
-                segment.copy_(digits) if weight == 1 else segment.add_(digits.to(segment.dtype), alpha=weight)
+                _copy(digits, segment) if weight == 1 else segment.add_(digits.to(segment.dtype), alpha=weight)
                 start = end
     capacity = math.prod(base**positions for base, _, positions in plan)
-    if count and capacity > alphabet and (largest := int(values.max())) >= alphabet:
+    if count and capacity > alphabet and (largest := _largest(values)) >= alphabet:
         raise WireError(f"symbol {largest} in a stream whose alphabet is {alphabet}: allowed are 0 .. {alphabet - 1}")
     return values
 
@@ -170,6 +177,8 @@ def _trits_of(values: Tensor, positions: int) -> Tensor:
     """Base-3 digits of bytes ``[n]`` below ``3 ** positions``, at most 243: uint8 ``[positions, n]``."""
     if positions == 1:
         return values.unsqueeze(0)
+    if values.device.type == "cpu":
+        return torch.from_numpy(_trits_of_numpy(values.numpy(), positions))
     multiply, add, shift = (_column(column[: positions - 1], torch.int16, values.device) for column in _DIVIDE)
     quotients = (values.to(torch.int16) * multiply).add_(add).bitwise_right_shift_(shift).to(torch.uint8)
     digits = torch.cat([values.unsqueeze(0), quotients])
@@ -177,16 +186,49 @@ def _trits_of(values: Tensor, positions: int) -> Tensor:
     return digits
 
 
+def _trits_of_numpy(values: NDArray[np.uint8], positions: int) -> NDArray[np.uint8]:
+    digits = np.empty((positions, len(values)), dtype=np.uint8)
+    for first in range(0, len(values), PIECE):
+        part = digits[:, first : first + PIECE]
+        part[0] = values[first : first + PIECE]
+        wide, scratch = part[0].astype(np.int16), np.empty(part.shape[1], dtype=np.int16)
+        for quotient, multiply, add, shift in zip(part[1:], *_DIVIDE, strict=False):
+            np.add(np.multiply(wide, np.int16(multiply), out=scratch), np.int16(add), out=scratch)
+            np.copyto(quotient, np.right_shift(scratch, np.int16(shift), out=scratch), casting="unsafe")
+        for digit, quotient in itertools.pairwise(part):
+            digit -= quotient * np.uint8(3)
+    return digits
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    if target.device.type == "cpu":
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source)
+
+
+def _largest(data: Tensor) -> int:
+    return int(data.numpy().max() if data.device.type == "cpu" else data.max())
+
+
 def _pack_digits(digits: Tensor, base: int, out: Tensor) -> None:
     """Pack uint8 digits ``[n]`` into bytes ``[ceil(n / k)]``."""
     per_byte, size = DIGITS_PER_BYTE[base], out.numel()
     if per_byte == 1:
-        out.copy_(digits)
+        _copy(digits, out)
         return
     if digits.numel() < per_byte * size:
         digits = torch.cat([digits, digits.new_zeros(per_byte * size - digits.numel())])
+    planes = digits.view(per_byte, size)
+    if digits.device.type == "cpu":
+        # Horner's rule
+        rows, total = planes.numpy(), out.numpy()
+        np.copyto(total, rows[-1])
+        for row in rows[-2::-1]:
+            np.add(np.multiply(total, np.uint8(base), out=total), row, out=total)
+        return
     powers = _column(tuple(base**c for c in range(per_byte)), torch.uint8, digits.device)
-    torch.sum(digits.view(per_byte, size) * powers, dim=0, dtype=torch.uint8, out=out)
+    torch.sum(planes * powers, dim=0, dtype=torch.uint8, out=out)
 
 
 def _unpack_digits(data: Tensor, base: int, count: int) -> Tensor:
@@ -195,7 +237,7 @@ def _unpack_digits(data: Tensor, base: int, count: int) -> Tensor:
     for present in range(1, per_byte + 1):
         first = max(0, count - present * size)  # bytes from here on hold at most `present` digits
         limit = base**present
-        if first < size and limit < 256 and (largest := int(data[first:].max())) >= limit:
+        if first < size and limit < 256 and (largest := _largest(data[first:])) >= limit:
             raise WireError(
                 f"byte {largest} in a packed stream of {count} digits of base {base}: must be below {limit}, "
                 "the padding being zero"
@@ -205,6 +247,11 @@ def _unpack_digits(data: Tensor, base: int, count: int) -> Tensor:
     if base == 3:
         digits = _trits_of(data, per_byte)
     else:
-        shifts = _column(tuple(c * (base.bit_length() - 1) for c in range(per_byte)), torch.uint8, data.device)
-        digits = data.bitwise_right_shift(shifts).bitwise_and_(base - 1)
+        widths = tuple(c * (base.bit_length() - 1) for c in range(per_byte))
+        if data.device.type == "cpu":
+            shifted = np.right_shift(data.numpy(), np.array(widths, dtype=np.uint8)[:, None])
+            digits = torch.from_numpy(np.bitwise_and(shifted, np.uint8(base - 1), out=shifted))
+        else:
+            shifts = _column(widths, torch.uint8, data.device)
+            digits = data.bitwise_right_shift(shifts).bitwise_and_(base - 1)
     return digits.view(-1)[:count]

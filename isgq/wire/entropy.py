@@ -8,6 +8,9 @@ Coders:
 | 1  | zstd       | whole symbols in bytes, then one Zstandard frame without its four magic bytes             |
 | 2  | ANS coarse | a table of 4-bit weights, one a symbol of the alphabet, then asymmetric numeral systems   |
 | 3  | ANS fine   | the same with 8-bit weights                                                               |
+| 4  | ANS bytes  | the bytes of coder 1 before compression as the symbols, alphabet 256, of coder 3          |
+
+Whole symbols in bytes: two to eight to a byte for alphabets up to 16, so that coder 4 is as many times as fast.
 
 Asymmetric numeral systems: J. Duda, "Asymmetric numeral systems: entropy coding combining speed of Huffman coding with
 compression rate of arithmetic coding", 2013.
@@ -34,8 +37,9 @@ import zstandard
 from torch import Tensor
 
 from isgq.core.errors import OptionError, WireError
+from isgq.core.parallel import map_pieces, piece_size
 from isgq.core.payload import Symbols, symbol_dtype
-from isgq.wire.bits import pack_symbols, packed_size, unpack_symbols, whole_digits
+from isgq.wire.bits import DIGITS_PER_BYTE, pack_symbols, packed_size, unpack_symbols, whole_digits
 
 CoderName = Literal["auto", "packed", "zstd", "ans"]
 
@@ -48,9 +52,16 @@ ANS_ALPHABET_MAX = 4096
 TOTAL_BITS = 24
 """The frequencies of a model sum to ``2 ** TOTAL_BITS``."""
 
+LARGE = 1 << 20
+"""Symbols from which on a stream is large: speed counts for more."""
+
 _WORTHWHILE = 0.97  # an entropy coder must take at most this part of the packed size
 _FAST = 1.02  # Zstandard, several times as fast, may take this much more than ANS
+_FAST_LARGE = 1.08  # the same for a large stream
 _ZSTD_MIN = 1 << 12  # packed bytes below which speed does not count
+_ZSTD_JOB = 1 << 19  # bytes that a thread compresses by itself
+_SAMPLES, _SAMPLE = 8, 1 << 14  # how many samples of a large stream are tried, and the bytes of each
+_BYTES_ALPHABET_MAX = 16  # largest alphabet of which several symbols share a byte
 _ZSTD_MAGIC = zstandard.FRAME_HEADER
 
 _Ints = npt.NDArray[np.int64]
@@ -63,11 +74,12 @@ class Coder(enum.IntEnum):
     ZSTD = 1
     ANS_COARSE = 2
     ANS_FINE = 3
+    ANS_BYTES = 4
 
     @property
     def weight_bits(self) -> int:
         """Bits of one weight in the table of an ANS coder."""
-        return {Coder.ANS_COARSE: 4, Coder.ANS_FINE: 8}[self]
+        return 4 if self is Coder.ANS_COARSE else 8
 
 
 def minimum_size(count: int, alphabet: int) -> int:
@@ -94,10 +106,14 @@ def encode_stream(symbols: Symbols, coder: CoderName = "auto") -> tuple[Coder, b
     if coder == "packed" or symbols.alphabet == 1 or not symbols.values.numel():
         return Coder.PACKED, _packed(symbols)
     if coder == "zstd":
-        return Coder.ZSTD, _zstd(symbols)
+        return Coder.ZSTD, _zstd(_whole(symbols))
     if coder == "ans" and symbols.alphabet <= ANS_ALPHABET_MAX:
-        model, _ = _best_model(symbols)
-        return model.coder, _ans(symbols, model)
+        whole = _whole(symbols) if _is_large(symbols) else None
+        counts, in_bytes = _histograms(symbols, whole)
+        if whole is not None and in_bytes is not None:
+            return Coder.ANS_BYTES, _ans(whole, _best_model(in_bytes, Coder.ANS_BYTES)[0])
+        model, _ = _best_model(counts)
+        return model.coder, _ans(symbols.values, model)
     return _choose(symbols) if coder == "auto" else (Coder.PACKED, _packed(symbols))
 
 
@@ -128,41 +144,75 @@ def decode_stream(coder: Coder, body: Tensor, count: int, alphabet: int, device:
         raise WireError(
             f"stream with an alphabet of {alphabet} is coded by ANS, which takes {ANS_ALPHABET_MAX} at most"
         )
-    table = packed_size(alphabet, 1 << coder.weight_bits)
-    if body.numel() < table:
-        raise WireError(f"table of {alphabet} weights takes {table} bytes, the stream has only {body.numel()}")
-    weights = unpack_symbols(body[:table], alphabet, 1 << coder.weight_bits).numpy()
-    values = ans_decode(body[table:].numpy().tobytes(), count, frequencies(weights, coder.weight_bits))
-    return torch.from_numpy(values).to(symbol_dtype(alphabet)).to(device)
+    if coder is not Coder.ANS_BYTES:
+        return _unans(body, count, alphabet, coder.weight_bits).to(device)
+    if alphabet > _BYTES_ALPHABET_MAX:
+        raise WireError(
+            f"stream with an alphabet of {alphabet} is coded by ANS of bytes, which takes {_BYTES_ALPHABET_MAX} at most"
+        )
+    size = packed_size(count, alphabet, whole_digits)
+    return unpack_symbols(_unans(body, size, 256, coder.weight_bits).to(device), count, alphabet, whole_digits)
 
 
 def _choose(symbols: Symbols) -> tuple[Coder, bytes | memoryview]:
     """The smallest coder, unless a faster one is nearly as small.
 
     ANS is estimated from the histogram. Packed symbols stay where it saves less than 3 %; Zstandard serves where it
-    comes within 2 % of ANS. Alphabets too large for a table choose between these two alone.
+    comes within 2 % of ANS, or 8 % in a large stream. Alphabets too large for a table choose between these two alone.
     """
     size = packed_size(symbols.values.numel(), symbols.alphabet)
     estimate = _WORTHWHILE * size / _FAST
+    whole = _whole(symbols) if _is_large(symbols) else None
     if symbols.alphabet <= ANS_ALPHABET_MAX:
-        model, estimate = _best_model(symbols)
+        counts, in_bytes = _histograms(symbols, whole)
+        model, estimate = _best_model(counts)
         if estimate > _WORTHWHILE * size:
             return Coder.PACKED, _packed(symbols)
-    if size >= _ZSTD_MIN and len(body := _zstd(symbols)) <= _FAST * estimate:
+    if whole is None:
+        if size >= _ZSTD_MIN and len(body := _zstd(_whole(symbols))) <= _FAST * estimate:
+            return Coder.ZSTD, body
+    elif _zstd_promises(whole, limit := _FAST_LARGE * estimate) and len(body := _zstd(whole)) <= limit:
         return Coder.ZSTD, body
+    if symbols.alphabet > ANS_ALPHABET_MAX:
+        return Coder.PACKED, _packed(symbols)
+    if whole is not None and in_bytes is not None:
+        return Coder.ANS_BYTES, _ans(whole, _best_model(in_bytes, Coder.ANS_BYTES)[0])
     # The last bytes of a short stream may belie the estimate.
-    if symbols.alphabet <= ANS_ALPHABET_MAX and len(body := _ans(symbols, model)) < size:
-        return model.coder, body
-    return Coder.PACKED, _packed(symbols)
+    body = _ans(symbols.values, model)
+    return (model.coder, body) if len(body) < size else (Coder.PACKED, _packed(symbols))
+
+
+def _is_large(symbols: Symbols) -> bool:
+    return symbols.values.numel() >= LARGE
 
 
 def _packed(symbols: Symbols) -> memoryview:
     return pack_symbols(symbols.values, symbols.alphabet).cpu().numpy().data
 
 
-def _zstd(symbols: Symbols) -> bytes:
-    whole = pack_symbols(symbols.values, symbols.alphabet, whole_digits).cpu().numpy()
-    return zstandard.ZstdCompressor(level=1).compress(whole.data)[len(_ZSTD_MAGIC) :]
+def _whole(symbols: Symbols) -> Tensor:
+    """Whole symbols in bytes, on the CPU."""
+    return pack_symbols(symbols.values, symbols.alphabet, whole_digits).cpu()
+
+
+def _zstd(whole: Tensor) -> bytes:
+    threads = torch.get_num_threads()
+    if threads == 1 or whole.numel() <= 2 * _ZSTD_JOB:
+        compressor = zstandard.ZstdCompressor(level=1)
+    else:
+        compressor = zstandard.ZstdCompressor(
+            compression_params=zstandard.ZstdCompressionParameters.from_level(
+                1, source_size=whole.numel(), threads=threads, job_size=_ZSTD_JOB
+            )
+        )
+    return compressor.compress(whole.numpy().data)[len(_ZSTD_MAGIC) :]
+
+
+def _zstd_promises(whole: Tensor, limit: float) -> bool:
+    """Whether Zstandard may stay below a size, by what it makes of samples of a large stream."""
+    starts = range(0, whole.numel() - _SAMPLE + 1, max(whole.numel() // _SAMPLES, 1))
+    sample = torch.cat([whole[start : start + _SAMPLE] for start in starts] or [whole])
+    return len(_zstd(sample)) * whole.numel() <= 1.02 * limit * sample.numel()
 
 
 def _unzstd(body: Tensor, count: int, alphabet: int) -> Tensor:
@@ -220,24 +270,53 @@ class _Model:
     frequencies: _Ints
 
 
-def _best_model(symbols: Symbols) -> tuple[_Model, float]:
-    """The model that makes a stream smaller, table included, and the bytes that it will take."""
-    counts = torch.bincount(symbols.values, minlength=symbols.alphabet).cpu().numpy()
+def _histograms(symbols: Symbols, whole: Tensor | None) -> tuple[_Ints, _Ints | None]:
+    """How often each symbol occurs, ``[alphabet]``, and each byte, ``[256]``, if bytes are given and are fewer."""
+    if whole is None or symbols.alphabet > _BYTES_ALPHABET_MAX:
+        return _count(symbols.values, symbols.alphabet), None
+    ((base, *_),) = whole_digits(symbols.alphabet)
+    per_byte = DIGITS_PER_BYTE[base]
+    in_bytes = _count(whole, 256)
+    by_digit = in_bytes[: base**per_byte].reshape([base] * per_byte)
+    digits: _Ints = sum(by_digit.sum(tuple(b for b in range(per_byte) if b != axis)) for axis in range(per_byte))
+    digits[0] -= per_byte * whole.numel() - symbols.values.numel()  # what fills up the last bytes
+    return digits[: symbols.alphabet], in_bytes
+
+
+def _count(values: Tensor, alphabet: int) -> _Ints:
+    parts = torch.split(values, piece_size(values.numel(), values.device))
+    counted = map_pieces(lambda part: torch.bincount(part, minlength=alphabet), parts)
+    total: _Ints = torch.stack(counted).sum(0).cpu().numpy()
+    return total
+
+
+def _best_model(counts: _Ints, *coders: Coder) -> tuple[_Model, float]:
+    """The model that makes a stream of this histogram smallest, table included, and the bytes that it will take."""
     choices = []
-    for coder in (Coder.ANS_COARSE, Coder.ANS_FINE):
+    for coder in coders or (Coder.ANS_COARSE, Coder.ANS_FINE):
         weights = weight_table(coder.weight_bits)
         target = counts * (weights[-1] / counts.max())
         codes = np.searchsorted((weights[:-1] + weights[1:]) / 2, target).astype(np.uint8)
         codes[(codes == 0) & (counts > 0)] = 1
         model = _Model(coder, codes, frequencies(codes, coder.weight_bits))
         bits = float(counts @ (TOTAL_BITS - np.log2(model.frequencies)))
-        choices.append((model, math.ceil(bits / 8) + packed_size(symbols.alphabet, 1 << coder.weight_bits)))
+        choices.append((model, math.ceil(bits / 8) + packed_size(len(counts), 1 << coder.weight_bits)))
     return min(choices, key=lambda choice: choice[1])
 
 
-def _ans(symbols: Symbols, model: _Model) -> bytes:
+def _ans(values: Tensor, model: _Model) -> bytes:
     table = pack_symbols(torch.from_numpy(model.codes), 1 << model.coder.weight_bits).numpy().tobytes()
-    return table + ans_encode(symbols.values.cpu().numpy(), model.frequencies)
+    return table + ans_encode(values.cpu().numpy(), model.frequencies)
+
+
+def _unans(body: Tensor, count: int, alphabet: int, weight_bits: int) -> Tensor:
+    """Symbols coded by ANS, on the CPU; WireError if the body is no such stream."""  # noqa: DOC501
+    table = packed_size(alphabet, 1 << weight_bits)
+    if body.numel() < table:
+        raise WireError(f"table of {alphabet} weights takes {table} bytes, the stream has only {body.numel()}")
+    weights = unpack_symbols(body[:table], alphabet, 1 << weight_bits).numpy()
+    values = ans_decode(body[table:].numpy().tobytes(), count, frequencies(weights, weight_bits))
+    return torch.from_numpy(values).to(symbol_dtype(alphabet))
 
 
 def _categorical(table: _Ints) -> constriction.stream.model.Categorical:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from isgq.codecs import buckets as module
 from isgq.codecs.buckets import Bucket, Buckets, check_bucket
+from isgq.core import parallel
 from isgq.core.errors import OptionError
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ CUTS = [
 @pytest.mark.parametrize(("numel", "size"), CUTS)
 @pytest.mark.parametrize("limit", [1, 8, 16, 1000])
 def test_pieces_cover_each_element_once(numel: int, size: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PIECE", limit)
+    monkeypatch.setattr(parallel, "PIECE", limit)
     cut = Buckets(numel, size)
     flat = torch.arange(numel)
     seen = 0
@@ -44,7 +44,7 @@ def test_pieces_cover_each_element_once(numel: int, size: int, limit: int, monke
 
 @pytest.mark.parametrize(("numel", "size"), CUTS)
 def test_reductions_are_those_of_the_chunks(numel: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PIECE", 8)
+    monkeypatch.setattr(parallel, "PIECE", 8)
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     cut, chunks = Buckets(numel, size), [c for c in flat.split(size) if c.numel()]
     assert cut.count == len(chunks)

@@ -103,8 +103,11 @@ def test_closest_dither_to_one_half_at_the_peak():
     """1 + u rounds to 3/2 in float32, and 3/2 to 2: the code must not become 2."""
     c = Dithered(sparse=False)
     x = torch.tensor([[1.0]])
-    assert int(c._quantize(x, x, torch.tensor([[0.5 - 2.0**-25]]))) == 2  # q + L = 1 + 1
-    assert int(c._quantize(-x, x, torch.tensor([[-0.5 + 2.0**-25]]))) == 0
+    symbol = torch.empty(1, 1, dtype=torch.uint8)
+    c._quantize(x, x, torch.tensor([[0.5 - 2.0**-25]]), symbol)
+    assert int(symbol) == 2  # q + L = 1 + 1
+    c._quantize(-x, x, torch.tensor([[-0.5 + 2.0**-25]]), symbol)
+    assert int(symbol) == 0
 
 
 @pytest.mark.parametrize(

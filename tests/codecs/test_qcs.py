@@ -15,6 +15,13 @@ KEY = Key("w", step=4)
 ORDERS = (1, 2, 4, 64, 12, 24, 96, 100, 144, 192, 200, 288, 320, 384)
 
 
+def signs_of(first: int, last: int, n: int) -> torch.Tensor:
+    """Random signs of blocks of n elements: ``[last - first, n]``."""
+    signs = torch.ones(last - first, n)
+    qcs._flip_signs(signs.view(-1), KEY.digest, first * n)
+    return signs
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_hadamard_matrices_are_orthogonal(order: int) -> None:
     matrix = hadamard.multiply(torch.eye(order))
@@ -49,7 +56,7 @@ def test_equals_the_dense_definition(block: int, rows: int, levels: int, mode: s
     made = QCS(block, rows, levels, mode)
     x = normal(70 * block - 7)
     payload = made.encode(x, KEY)
-    signs = qcs._signs(KEY.digest, slice(0, 70), block, x.device)
+    signs = signs_of(0, 70, block)
     assert set(signs.unique().tolist()) == {-1.0, 1.0}
     v = torch.cat([x, torch.zeros(7)]).view(70, block)
     h = hadamard.multiply(torch.eye(block))[:rows] / math.sqrt(rows)
@@ -105,7 +112,7 @@ def test_small_tensors_take_small_blocks(numel: int, symbols: int) -> None:
 
 
 def test_blocks_draw_independent_signs() -> None:
-    signs = qcs._signs(KEY.digest, slice(0, 2000), 64, torch.device("cpu"))
+    signs = signs_of(0, 2000, 64)
     correlation = signs.T @ signs / 2000 - torch.eye(64)
     assert float(correlation.abs().max()) < 5 / 2000**0.5
-    assert torch.equal(signs[64:96], qcs._signs(KEY.digest, slice(64, 96), 64, torch.device("cpu")))
+    assert torch.equal(signs[64:96], signs_of(64, 96, 64))

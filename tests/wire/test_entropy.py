@@ -8,9 +8,11 @@ import torch
 
 from isgq.core.errors import OptionError, WireError
 from isgq.core.payload import Symbols, symbol_dtype
-from isgq.wire.bits import packed_size
+from isgq.wire import entropy
+from isgq.wire.bits import pack_symbols, packed_size, whole_digits
 from isgq.wire.entropy import (
     EXPANSION,
+    LARGE,
     Coder,
     ans_decode,
     ans_encode,
@@ -36,7 +38,8 @@ def decode_slowly(data: bytes, count: int, table: list[int]) -> list[int]:
     words = [int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)]
     state, out = 0, []
     for _ in range(2):
-        state = state << 32 | (words.pop() if words else 0)
+        if words:
+            state = state << 32 | words.pop()
     for _ in range(count):
         quantile, rest = state % (1 << 24), state >> 24
         symbol, below = 0, 0
@@ -74,6 +77,40 @@ def test_ans_is_what_the_documentation_says(alphabet: int) -> None:
         codes = np.concatenate([codes & 15, codes >> 4])[:alphabet]
     model = frequencies(codes, coder.weight_bits)
     assert decode_slowly(body[table:], 600, model.tolist()) == stream.values.tolist()
+
+
+@pytest.mark.parametrize("alphabet", [2, 3, 4, 5, 16])
+@pytest.mark.parametrize("count", [1, 7, 600])
+def test_ans_of_bytes_is_ans_of_what_zstandard_compresses(
+    alphabet: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entropy, "LARGE", 1)
+    stream = skewed(count, alphabet, 600)
+    coder, body = encode_stream(stream, "ans")
+    assert coder is Coder.ANS_BYTES
+    whole = pack_symbols(stream.values, alphabet, whole_digits)
+    model = frequencies(np.frombuffer(body[:256], dtype=np.uint8), 8)
+    assert decode_slowly(body[256:], whole.numel(), model.tolist()) == whole.tolist()
+    assert torch.equal(decode(coder, body, count, alphabet), stream.values)
+
+
+def test_large_streams_choose_by_speed_too() -> None:
+    for zeros, coder in ((0, Coder.PACKED), (500, Coder.ZSTD), (950, Coder.ANS_BYTES)):
+        stream = skewed(LARGE, 3, zeros)
+        used, body = encode_stream(stream)
+        assert used is coder
+        assert len(body) <= 1.08 * len(encode_stream(Symbols(stream.values[:-1], 3), "ans")[1]) + 256
+        assert torch.equal(decode(used, body, LARGE, 3), stream.values)
+
+
+@pytest.mark.parametrize("alphabet", [2, 3, 4, 7, 16, 17, 300])
+def test_histogram_from_bytes_counts_symbols(alphabet: int) -> None:
+    for count in (1, 39, 5000):
+        stream = skewed(count, alphabet, 400)
+        whole = pack_symbols(stream.values, alphabet, whole_digits)
+        expected = np.bincount(stream.values.numpy(), minlength=alphabet)
+        for given in (None, whole):
+            assert entropy._histograms(stream, given)[0].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -166,6 +203,9 @@ ZSTD = encode_stream(skewed(400, 5, 700), "zstd")[1]
         (Coder.ANS_FINE, bytes(range(1, 6)) + b"\x01" * 40, 5, 5, "more than its 5"),
         (Coder.ANS_FINE, bytes(5000), 5, 5000, "takes 4096 at most"),
         (Coder.ANS_FINE, b"\x01", 5, 1, "no information"),
+        (Coder.ANS_BYTES, bytes(256), 5, 17, "takes 16 at most"),
+        (Coder.ANS_BYTES, bytes(255), 5, 3, "256 bytes, the stream has only 255"),
+        (Coder.ANS_BYTES, bytes(255) + b"\x01\xff", 5, 3, "byte 255 in a packed stream"),
         (Coder.ZSTD, b"", 0, 5, "no information"),
         (Coder.ZSTD, b"", 5, 5, "damaged"),
         (Coder.ZSTD, b"\x00" * 20, 40, 5, "announces"),

@@ -87,7 +87,7 @@ def test_the_frame_that_is_forged_here_is_the_right_one() -> None:
         # digests
         (swap(b"\xef\xcd\xab\x89\x67\x45\x23\x01", bytes(8)), "zero or equal"),
         # contents
-        (swap(b"\x00\x0f\x13", b"\x04\x0f\x13"), "coder 4; known: 0 packed"),
+        (swap(b"\x00\x0f\x13", b"\x05\x0f\x13"), "coder 5; known: 0 packed"),
         (swap(b"\x00\x0f\x13", b"\x08\x0f\x13"), "written as 0, not 1"),
         (swap(b"\x00\x0f\x13", b"\x00\xf3\x2b"), "stream 'q' .* byte 243"),
         (swap(b"\x00\x0f\x13", b"\x11\x0f\x13"), "'q' .* Zstandard"),

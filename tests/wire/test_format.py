@@ -245,10 +245,10 @@ def test_another_template_is_noticed() -> None:
         (Payload("x", (), torch.float32, digest=1 << 64), "digest"),
         (Payload("x", (), torch.float32, digest=-1), "digest"),
         (
-            Payload("x", (), torch.float32, {"q": Symbols(torch.tensor([1, 5, 0]), 5)}),
+            Payload("x", (), torch.float32, {"q": Symbols(torch.tensor([1, 5, 0], dtype=torch.uint8), 5)}),
             "'q' .* 0 .. 5, allowed are 0 .. 4",
         ),
-        (Payload("x", (), torch.float32, {"q": Symbols(torch.tensor([-1]), 1000)}), "-1 .. -1"),
+        (Payload("x", (), torch.float32, {"q": Symbols(torch.tensor([-1], dtype=torch.int16), 1000)}), "-1 .. -1"),
     ],
 )
 def test_what_cannot_be_sent_is_refused(payload: Payload, what: str) -> None:
