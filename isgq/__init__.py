@@ -7,6 +7,7 @@ from isgq.core.keys import Key
 from isgq.core.payload import Factors
 from isgq.core.registry import codec, register_codec
 from isgq.federated import Federated
+from isgq.masters import MasterWeights
 from isgq.session import Session, instrument
 from isgq.version import __version__
 
@@ -15,6 +16,7 @@ __all__ = [
     "Federated",
     "IsgqError",
     "Key",
+    "MasterWeights",
     "Session",
     "__version__",
     "choose_codecs",
