@@ -29,6 +29,7 @@ from isgq.choice import Choice
 from isgq.core.codec import Codec
 from isgq.core.errors import ExchangeError, IsgqError, MismatchError, NonFiniteError, OptionError, PeerError
 from isgq.exchange import Channel, Exchange
+from isgq.masters import masters
 from isgq.records import DirectCarrier, scatter
 from isgq.wire import pack_message
 from isgq.wire.header import NO_PARAMETER, Header, Status, header_size
@@ -113,11 +114,6 @@ class Worker(Gather):
         status = Status.FAILED if failed else Status.DONE
         with contextlib.suppress(ExchangeError):  # the server is gone itself, which whoever needs it has noticed
             self._channel.send(Header(status, NO_PARAMETER, step.number, step.digest, [0], step.used).pack())
-
-
-def masters(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Copies in at least float32."""
-    return {n: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for n, p in parameters.items()}
 
 
 def decode(carriers: Sequence[DirectCarrier], message: Tensor) -> dict[str, Tensor]:

@@ -8,10 +8,17 @@ workers keep masters by themselves.)
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+_K = TypeVar("_K")
+
+
+def masters(parameters: Mapping[_K, nn.Parameter]) -> dict[_K, Tensor]:
+    """Copies in at least float32."""
+    return {k: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for k, p in parameters.items()}
 
 
 class MasterWeights:
@@ -52,8 +59,8 @@ class MasterWeights:
             each.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The masters and the optimizer's state."""
-        return {"masters": [m.detach().clone() for m in self._masters], "optimizer": self.optimizer.state_dict()}
+        """The masters and the optimizer's state; no copies, as with torch's optimizers."""
+        return {"masters": [m.detach() for m in self._masters], "optimizer": self.optimizer.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """Masters: small updates of a half-precision model are not lost, and the state goes on bit for bit."""
 
+import copy
+
 import torch
 from torch import nn
 
@@ -43,7 +45,7 @@ def test_with_a_session_and_over_a_stop() -> None:
             step(one, seed)
             optimizer.step()
             optimizer.zero_grad()
-        saved, held = optimizer.state_dict(), session.state_dict()
+        saved, held = copy.deepcopy(optimizer.state_dict()), session.state_dict()
         for seed in range(5, 9):
             step(one, seed)
             optimizer.step()
