@@ -171,7 +171,15 @@ class Gather:
         Raises:
             WireError: a message is corrupt.
             CodecError: a message does not fit.
+            PeerError: a server cannot read or compress its shard; the same error on every rank.
         """
+        try:
+            return self._reduce(step, outgoing, headers)
+        except Exception:
+            self.rollback()
+            raise
+
+    def _reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
         [message] = outgoing.messages
         self.up = [message.numel()]
         received = self._exchange.all_gather(message, [header.lengths[0] for header in headers]).wait()
@@ -236,12 +244,7 @@ class TwoPass(Gather):
             messages.append(self._message(mine, copies=int(server != self._exchange.rank)))
         return Outgoing(messages)
 
-    def reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
-        """See :meth:`Gather.reduce`; a collective call.
-
-        Raises:
-            PeerError: a server cannot read or compress its shard; the same error on every rank.
-        """
+    def _reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
         rank, world_size = self._exchange.rank, self._exchange.world_size
         lengths = [header.lengths[rank] for header in headers]
         received = self._exchange.all_to_all(outgoing.messages, lengths).wait()

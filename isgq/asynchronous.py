@@ -85,7 +85,7 @@ class Worker(Gather):
             raise refusal from outgoing.error
         return [header]
 
-    def reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
+    def _reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
         """Send, wait for the reply, follow the server. No mean is left for an optimizer to apply.
 
         Raises:

@@ -4,7 +4,7 @@ Used by the hook for DistributedDataParallel and by federated rounds.
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -24,13 +24,21 @@ class Averager:
         choice: with a direct codec.
         seed: of the codecs' randomness; the same on every rank.
         exchange: the transport.
+        like: all tensors that will come, by name, so that shards are cut once and level; one that is not among them
+            is cut by itself. Cuts never depend on what else is in a call, because memory is kept by them.
     """
 
-    def __init__(self, choice: Choice, seed: int, exchange: Exchange) -> None:
+    def __init__(self, choice: Choice, seed: int, exchange: Exchange, like: Mapping[str, Tensor]) -> None:
         self.exchange = exchange
         self._choice, self._seed = choice, seed
         self._aggregate = aggregation(choice.aggregate, exchange, choice.direct, choice.down)
-        self._carriers: dict[tuple[str, ...], Sequence[Carrier]] = {}
+        self._carriers: dict[str, list[Carrier]] = {}
+        self._cut(like)
+
+    def _cut(self, tensors: Mapping[str, Tensor]) -> None:
+        assert self._choice.direct is not None
+        for carrier in direct_carriers(self._choice.direct, tensors, "tensor", [0] * self._aggregate.servers):
+            self._carriers.setdefault(carrier.names[0], []).append(carrier)
 
     def __call__(self, tensors: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         """Compress every tensor, exchange, average. A collective call; :meth:`commit` ends a step of one or more.
@@ -51,11 +59,11 @@ class Averager:
         shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
         digest = zlib.crc32("\n".join([self._choice.spec, str(self._seed), *shapes]).encode())
         names = tuple(tensors)
-        if names not in self._carriers:
-            assert self._choice.direct is not None
-            loads = [0] * self._aggregate.servers
-            self._carriers[names] = direct_carriers(self._choice.direct, tensors, self._choice.scope, loads)
-        this = Step(step, digest, self._seed, names, [True] * len(names), self._carriers[names], tensors)
+        for name, tensor in tensors.items():
+            if name not in self._carriers:
+                self._cut({name: tensor})
+        carriers = [carrier for name in names for carrier in self._carriers[name]]
+        this = Step(step, digest, self._seed, names, [True] * len(names), carriers, tensors)
         outgoing = self._aggregate.encode(this)
         means = self._aggregate.reduce(this, outgoing, self._aggregate.agree(this, outgoing))
         return {name: means[name].to(tensor.device, tensor.dtype) for name, tensor in tensors.items()}

@@ -37,10 +37,11 @@ class HookState:
         self.exchange, self.step = exchange, 0
         self._choice, self._seed = choice, seed
         self._averager: Averager | None = None
-        self._names: dict[int, str] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
         if model is not None:
             inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-            self._names = {id(p): name for name, p in inner.named_parameters()}
+            self._parameters = {name: p for name, p in inner.named_parameters() if p.requires_grad}
+        self._names = {id(p): name for name, p in self._parameters.items()}
 
     def name_of(self, parameter: Tensor) -> str:
         """The parameter's name; without a model, a number in the order of first sight (the same on every rank)."""
@@ -51,7 +52,7 @@ class HookState:
         """Made late: the process group exists by the time DDP runs."""
         if self._averager is None:
             self.exchange = self.exchange or TorchExchange()
-            self._averager = Averager(self._choice, self._seed, self.exchange)
+            self._averager = Averager(self._choice, self._seed, self.exchange, self._parameters)
         return self._averager
 
     def reduce(self, bucket: dist.GradBucket) -> Tensor:  # type: ignore[name-defined]

@@ -45,9 +45,9 @@ class Federated:
     ) -> None:
         choice = choose_direct(spec, "a model's change has no factors", "tensor", "gather", None, "none")
         self.exchange = exchange or (TorchExchange() if dist.is_initialized() else Loopback())
-        self._averager = Averager(choice, seed, self.exchange)
         self.round = 0
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._averager = Averager(choice, seed, self.exchange, self._parameters)
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 self.exchange.broadcast(tensor.detach()).wait()
