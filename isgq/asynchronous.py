@@ -184,6 +184,7 @@ class Server:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         self._step, self._parameters, self._channels, self._log = step, parameters, channels, log
         self._bound, self._exchange = choice.max_staleness, exchange
+        self._last: int | None = None
         self._replies = replies_of(step.carriers, choice.down)
         self._replicas = {worker: masters(parameters) for worker in channels}
         self._issued = dict.fromkeys(channels, 0)  # the update that each active worker's replica comes from
@@ -205,6 +206,7 @@ class Server:
             PeerError: no worker is left, and none was done.
             NonFiniteError: the parameters are not finite any more.
         """
+        self._last = last
         before = (self._exchange.sent, self._exchange.received)
         threads = [threading.Thread(target=self._listen, args=(worker,), daemon=True) for worker in self._channels]
         for thread in threads:
@@ -216,7 +218,7 @@ class Server:
                 while (turn := self._next(worker for worker, _, _ in arrived)) is not None:
                     worker, header, message = arrived[turn]
                     del arrived[turn]
-                    if self.service.updates == last:
+                    if self.service.updates == self._last:
                         del self._issued[worker]
                         self._outbox[worker].put(_Reply(self._headed(Status.DONE), last=True))
                         continue
@@ -277,12 +279,14 @@ class Server:
     def _next(self, workers: Iterable[int]) -> int | None:
         """Position of the first arrived gradient that can be applied so that all others can still be in time.
 
-        They can if, in the order of their replicas, the one at place r is at most ``max_staleness - r`` old by then.
+        They can if, in the order of their replicas, the one at place r is at most ``max_staleness - r`` old by then; or
+        if none will be applied any more.
         """
+        bound = self._bound if self.service.updates != self._last else None
         now = self.service.updates + 1
         for position, worker in enumerate(workers):
             others = sorted(issued for other, issued in self._issued.items() if other != worker)
-            if self._bound is None or all(now + r - issued <= self._bound for r, issued in enumerate(others)):
+            if bound is None or all(now + r - issued <= bound for r, issued in enumerate(others)):
                 return position
         return None
 
