@@ -1,5 +1,6 @@
 """One pass, two passes and a server: the same mean, DoubleSqueeze's identities, bytes, and going on after a stop."""
 
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import data
 import isgq
+import models
 from isgq.core.codec import Codec
 from isgq.core.errors import MismatchError, OptionError
 from isgq.core.registry import codec_names
@@ -46,6 +49,8 @@ EVERY = {name: name for name in codec_names() if takes_no_option(name)}
 """Direct codecs by name, with memory both ways. A memory stays bounded only if a codec's error is smaller than what it
 is given, which some have by default and some with other options."""
 EVERY |= {"eus": "eus:m=0.7", "nested_dithered": "nested_dithered:levels=7", "qcs": "qcs:mode=mmse"}
+REAL = ("one_bit", "top_k:k=0.01")
+"""Codecs of the same test on FC 784-300-100-10 and digits."""
 EVERY |= {"random_k": "random_k:k=0.1,scale=false"}
 
 
@@ -54,9 +59,19 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 10), nn.ReLU(), nn.Linear(10, 3, bias=False))
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+@functools.cache
+def images() -> data.Dataset:
+    return data.load("mnist5k", seed=0)
+
+
+def batch(model: nn.Module, step: int) -> tuple[Tensor, Tensor]:
+    """This rank's: noise for the small network, digits for the real one."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(5, 6, generator=generator), torch.randint(3, (5,), generator=generator)
+    if isinstance(model, nn.Sequential) and isinstance(model[0], nn.Linear):
+        return torch.randn(5, 6, generator=generator), torch.randint(3, (5,), generator=generator)
+    digits = images()
+    rows = torch.randint(len(digits.train_y), (8,), generator=generator)
+    return digits.train_x[rows], digits.train_y[rows]
 
 
 def gather_objects(mine: Any) -> list[Any]:
@@ -67,7 +82,7 @@ def gather_objects(mine: Any) -> list[Any]:
 
 def gradient(model: nn.Module, step: int) -> Tensor:
     """The mean over ranks of the plain gradients, flat."""
-    x, y = batch(step)
+    x, y = batch(model, step)
     parts = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
     flat = torch.cat([part.reshape(-1) for part in parts]).double()
     dist.all_reduce(flat)
@@ -76,23 +91,24 @@ def gradient(model: nn.Module, step: int) -> Tensor:
 
 def left_out(model: nn.Module, session: isgq.Session) -> Tensor:
     """Omega = servers' memories + mean of the workers' memories, flat."""
-    states = gather_objects(session.state_dict()["memory"])
+    workers = dist.get_world_size()
+    state = session.state_dict()["memory"]
     total = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
-    shards = session._shards(dist.get_world_size())
-    for where, parts in (("up", len(states)), ("down", 1)):
-        for state in states:
-            for carrier in shards[where]:
-                if carrier.name in state.get(where, {}):
-                    held = torch.split(state[where][carrier.name].reshape(-1).double(), [r.numel for r in carrier.rows])
-                    for rows, part in zip(carrier.rows, held, strict=True):
-                        target = rows.of(total[rows.name])
-                        target += part.reshape(target.shape) / parts
-    return torch.cat([tensor.reshape(-1) for tensor in total.values()])
+    for where, carriers in session._shards(workers).items():
+        for carrier in carriers:
+            if carrier.name in state.get(where, {}):
+                held = torch.split(state[where][carrier.name].reshape(-1).double(), [r.numel for r in carrier.rows])
+                for rows, part in zip(carrier.rows, held, strict=True):
+                    target = rows.of(total[rows.name])
+                    target += part.reshape(target.shape) / (workers if where == "up" else 1)
+    omega = torch.cat([tensor.reshape(-1) for tensor in total.values()])
+    dist.all_reduce(omega)
+    return omega
 
 
 def step_once(model: nn.Module, step: int, lr: float = 0.1) -> Tensor:
     """One training step; what was applied, flat."""
-    x, y = batch(step)
+    x, y = batch(model, step)
     model.zero_grad()
     F.cross_entropy(model(x), y).backward()
     applied = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
@@ -134,6 +150,10 @@ def every_codec(steps: int) -> dict[str, tuple[float, float]]:
         how: dict[str, Any] = {"aggregate": "two_pass", "down": isgq.codec(spec), "scope": "model"}
         with isgq.instrument(model, isgq.codec(spec), **how) as session:
             report[name] = identities(model, session, steps)
+    for spec in REAL:
+        model = models.build("fc", classes=10, in_shape=(1, 28, 28), seed=0)
+        with isgq.instrument(model, spec, aggregate="two_pass", down=spec) as session:
+            report[f"fc, {spec}"] = identities(model, session, steps)
     return report
 
 
@@ -142,7 +162,7 @@ def off() -> dict[str, tuple[float, float]]:
     return launch(every_codec, 2, args=(100,), timeout=60)[0]
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*EVERY, *(f"fc, {spec}" for spec in REAL)])
 def test_the_identities_of_double_squeeze(off: dict[str, tuple[float, float]], name: str) -> None:
     of_steps, of_iterates = off[name]
     assert of_steps < 1e-6
