@@ -112,9 +112,10 @@ def _messages(encode: Encode, close: Callable[[list[list[Record]]], dict[str, Te
             records, keys = encode(worker, share, step)
             if not templates:
                 templates.append(Template.of(records))
-            message, _ = pack_message(records, implied_digest=True, template=templates[0])
+            digests = _digests(records, keys)
+            message, _ = pack_message(records, digests=digests, template=templates[0])
             size += message.numel() + header
-            received.append(unpack_message(message, digests=_digests(records, keys), template=templates[0]))
+            received.append(unpack_message(message, digests=digests, template=templates[0]))
         return close(received), size / len(shares)
 
     return mean

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from isgq.core.codec import Codec, PairCodec
+from isgq.core.codec import Codec, PairCodec, pair_digests
 from isgq.core.errors import CodecError, NonFiniteError
 from isgq.core.keys import Key
 from isgq.core.payload import Factors, LowRank, PairPayload, Payload, check_finite
@@ -107,6 +107,10 @@ class Carrier(Protocol):
 
     def decode(self, record: Record) -> Factors | LowRank | Tensor:
         """One rank's record; CodecError where it does not fit."""
+        ...
+
+    def digests(self, key: Key) -> int | tuple[int, int]:
+        """Digests of a record encoded with this key, unless it says otherwise."""
         ...
 
     def mean(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> Tensor:
@@ -203,6 +207,10 @@ class FactorCarrier:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return LowRank(product.left.to(weight.device, dtype), product.right.to(weight.device, dtype))
 
+    def digests(self, key: Key) -> tuple[int, int]:
+        """See :class:`Carrier`."""
+        return pair_digests(self.codec, key)
+
     def mean(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> Tensor:
         """One contraction for all pairs of one size, one for all sums of outer products, and what came plainly."""
         by_size: dict[tuple[torch.Size, torch.Size], list[Factors]] = {}
@@ -275,6 +283,10 @@ class DirectCarrier:
             came = getattr(record, "shape", type(record).__name__)
             raise CodecError(f"{self.name!r} of shape {self.shape} came as {came}")
         return self.codec.decode(record).to(torch.promote_types(record.dtype, torch.float32))
+
+    def digests(self, key: Key) -> int:
+        """See :class:`Carrier`."""
+        return key.digest
 
     def mean(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> Tensor:
         """See :class:`Carrier`."""

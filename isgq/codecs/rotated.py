@@ -141,6 +141,10 @@ class Rotated:
         """Whether the mode is so called."""
         return self.mode == "unbiased"
 
+    def digests(self, key: Key) -> tuple[int, int]:
+        """That of d alone is used, and is the key's own."""
+        return 0, key.digest
+
     # ---- encoding
 
     @torch.no_grad()
@@ -151,7 +155,7 @@ class Rotated:
             NonFiniteError: NaN or Inf in a factor, or a gradient beyond float32.
         """
         if not factors.x.is_floating_point():
-            x, d = _EXACT.encode(factors.x, key.child("x")), _DITHERED.encode(factors.d, key.child("d"))
+            x, d = _EXACT.encode(factors.x, key), _DITHERED.encode(factors.d, key)
             return PairPayload(self.name, x, d)
         atoms = decompose(factors, contract, key)
         return self.encode_atoms(atoms, self.plan(spectrum_of(atoms)), factors.d.dtype, key)

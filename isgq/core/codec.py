@@ -58,3 +58,19 @@ class PairCodec(Protocol):
     def decode_pair(self, payload: PairPayload) -> Factors | LowRank:
         """Rebuild both factors, or the gradient as a sum of outer products, on the device of the payload's contents."""
         ...
+
+
+@runtime_checkable
+class OwnDigests(Protocol):
+    """A codec of pairs whose payloads have other digests than those of the keys' children ``"x"`` and ``"d"``."""
+
+    def digests(self, key: Key) -> tuple[int, int]:
+        """Digests of x and d (or zero), for a pair encoded with this key."""
+        ...
+
+
+def pair_digests(codec: PairCodec, key: Key) -> tuple[int, int]:
+    """What a receiver takes the digests of a pair for, so that they need not be sent."""
+    if isinstance(codec, OwnDigests):
+        return codec.digests(key)
+    return key.child("x").digest, key.child("d").digest
