@@ -18,7 +18,7 @@ from isgq.records import Carrier, Record
 from isgq.wire import Template, pack_message, unpack_message
 from isgq.wire.template import Form, form_of
 
-_Address = tuple[int, str]
+_Address = tuple[int, int, str]
 
 
 class Correspondence:
@@ -38,8 +38,8 @@ class Correspondence:
             records: at least one.
             keys: that the records were encoded with.
         """
-        self._learn(keys, records)
-        return pack_message(records, digests=_digests(carriers, keys), template=self._template(keys))
+        self._learn(carriers, keys, records)
+        return pack_message(records, digests=_digests(carriers, keys), template=self._template(carriers, keys))
 
     def read(self, message: Tensor, carriers: Sequence[Carrier], keys: Sequence[Key]) -> Sequence[Record]:
         """The records of a message; no bytes are none.
@@ -58,8 +58,8 @@ class Correspondence:
         if not carriers or not message.numel():
             what = f"a message of {message.numel()} bytes" if message.numel() else "no message"
             raise CodecError(f"{what} came for {len(carriers)} gradients")
-        records = unpack_message(message, digests=_digests(carriers, keys), template=self._template(keys))
-        self._learn(keys, records)
+        records = unpack_message(message, digests=_digests(carriers, keys), template=self._template(carriers, keys))
+        self._learn(carriers, keys, records)
         return records
 
     def commit(self) -> None:
@@ -72,19 +72,20 @@ class Correspondence:
         self._learned.clear()
 
     def forget(self) -> None:
-        """Start anew, as all ranks do."""
+        """Start anew, as all ranks do: the next messages describe themselves."""
         self._known.clear()
         self._learned.clear()
 
-    def _template(self, keys: Sequence[Key]) -> Template:
-        return Template.of_forms([self._known.get(_address(key)) for key in keys])
+    def _template(self, carriers: Sequence[Carrier], keys: Sequence[Key]) -> Template:
+        return Template.of_forms(map(self._known.get, _addresses(carriers, keys)))
 
-    def _learn(self, keys: Sequence[Key], records: Sequence[Record]) -> None:
-        self._learned.update({_address(key): form_of(record) for key, record in zip(keys, records, strict=True)})
+    def _learn(self, carriers: Sequence[Carrier], keys: Sequence[Key], records: Sequence[Record]) -> None:
+        self._learned.update(zip(_addresses(carriers, keys), map(form_of, records), strict=True))
 
 
-def _address(key: Key) -> _Address:
-    return key.rank, key.name
+def _addresses(carriers: Sequence[Carrier], keys: Sequence[Key]) -> list[_Address]:
+    """Sender, server and name: another server, who may get the rows when shards change, has not heard of them."""
+    return [(key.rank, carrier.server, carrier.name) for carrier, key in zip(carriers, keys, strict=True)]
 
 
 def _digests(carriers: Sequence[Carrier], keys: Sequence[Key]) -> list[int | tuple[int, int]]:
