@@ -37,7 +37,8 @@ from torch import Tensor, nn
 import data
 import isgq
 import models
-from isgq.codecs.rotated import Rotated, decompose, spectrum_of
+from isgq.codecs.rotated import Rotated, spectrum_of
+from isgq.codecs.rotation import decompose
 from isgq.codecs.rotation_plan import plan_at_slope, slope_for_bits, slope_for_variance
 from isgq.core.codec import Codec, PairCodec
 from isgq.core.keys import Key, random_int32

@@ -13,7 +13,7 @@ memory goes back to what it was. Every rank decodes the same messages in rank or
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,8 +28,9 @@ from isgq.core.keys import Key
 from isgq.core.payload import Factors, LowRank
 from isgq.correspondence import Correspondence
 from isgq.exchange import Exchange
-from isgq.records import Carrier, DirectCarrier, Record, scatter
-from isgq.wire.header import NO_PARAMETER, Header, Status
+from isgq.records import Carrier, DirectCarrier, Record, Unfinished, finish, scatter
+from isgq.wire.format import FRAME_BYTES
+from isgq.wire.header import NO_PARAMETER, Header, Status, header_size
 
 AggregateName = Literal["gather", "two_pass", "server", "async"]
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -47,6 +48,7 @@ class Step:
         used: whether each got a gradient on this rank.
         carriers: the same on every rank.
         gradients: this rank's, whole, by parameter name.
+        say: takes what the user should know.
     """
 
     number: int
@@ -56,6 +58,7 @@ class Step:
     used: Sequence[bool]
     carriers: Sequence[Carrier]
     gradients: Mapping[str, Tensor]
+    say: Callable[[str], None] = lambda _: None
 
     @functools.cached_property
     def index(self) -> Mapping[str, int]:
@@ -122,7 +125,7 @@ class Gather:
 
     def encode(self, step: Step) -> Outgoing:
         """This rank's records of all carriers that have a gradient; never raises, the other ranks must hear of it."""
-        records: list[tuple[Carrier, Record]] = []
+        records: list[tuple[Carrier, Record | Unfinished]] = []
         self.sizes, name = Counter(), ""
         try:
             for carrier in step.carriers:
@@ -130,7 +133,9 @@ class Gather:
                 if step.sends(carrier, step.used):
                     key = step.key(carrier.name, self._exchange.rank)
                     records.append((carrier, carrier.encode(step.gradients, key)))
-            return self._pack(step, records)
+            overhead = header_size(len(step.names), self._messages) + FRAME_BYTES * self.servers
+            done = finish([record for _, record in records], overhead, step.say)
+            return self._pack(step, [(carrier, record) for (carrier, _), record in zip(records, done, strict=True)])
         except NonFiniteError as error:
             return Outgoing(status=Status.NON_FINITE, parameter=_index(step, name), error=error)
         except Exception as error:
@@ -321,6 +326,18 @@ def replies_of(carriers: Sequence[Carrier], down: Codec) -> list[DirectCarrier]:
         else:
             replies += [DirectCarrier(down, f"{rows.label}/down", [rows], carrier.server) for rows in carrier.rows]
     return replies
+
+
+def once(log: Callable[[str], None]) -> Callable[[str], None]:
+    """Says the same words only the first time."""
+    said: set[str] = set()
+
+    def say(words: str) -> None:
+        if words not in said:
+            said.add(words)
+            log(f"isgq: {words}")
+
+    return say
 
 
 def _index(step: Step, name: str) -> int:

@@ -48,6 +48,9 @@ _STANDS_ALONE = Template()
 _HEADER = struct.Struct("<2sBBI")
 _CHECKSUM_AT = 4
 
+FRAME_BYTES = _HEADER.size + 3
+"""What a message takes besides its records, if both sides know its names and layouts."""
+
 
 class Kind(enum.IntEnum):
     """What a frame holds."""
