@@ -37,7 +37,8 @@ from torch import Tensor, nn
 import data
 import isgq
 import models
-from isgq.codecs.rotated import Rotated, decompose, spectrum_of
+from isgq.codecs.rotated import Rotated, spectrum_of
+from isgq.codecs.rotation import decompose
 from isgq.codecs.rotation_plan import plan_at_slope, slope_for_bits, slope_for_variance
 from isgq.core.codec import Codec, PairCodec
 from isgq.core.keys import Key, random_int32
@@ -112,9 +113,10 @@ def _messages(encode: Encode, close: Callable[[list[list[Record]]], dict[str, Te
             records, keys = encode(worker, share, step)
             if not templates:
                 templates.append(Template.of(records))
-            message, _ = pack_message(records, implied_digest=True, template=templates[0])
+            digests = _digests(records, keys)
+            message, _ = pack_message(records, digests=digests, template=templates[0])
             size += message.numel() + header
-            received.append(unpack_message(message, digests=_digests(records, keys), template=templates[0]))
+            received.append(unpack_message(message, digests=digests, template=templates[0]))
         return close(received), size / len(shares)
 
     return mean

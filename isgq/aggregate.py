@@ -13,7 +13,7 @@ memory goes back to what it was. Every rank decodes the same messages in rank or
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,13 +23,14 @@ from torch import Tensor
 from isgq.agreement import check_headers
 from isgq.codecs.feedback import Remembering, memory_of
 from isgq.core.codec import Codec
-from isgq.core.errors import CodecError, NonFiniteError
+from isgq.core.errors import NonFiniteError
 from isgq.core.keys import Key
 from isgq.core.payload import Factors, LowRank
+from isgq.correspondence import Correspondence
 from isgq.exchange import Exchange
-from isgq.records import Carrier, DirectCarrier, Record, scatter
-from isgq.wire import pack_message, unpack_message
-from isgq.wire.header import NO_PARAMETER, Header, Status
+from isgq.records import Carrier, DirectCarrier, Record, Unfinished, finish, scatter
+from isgq.wire.format import FRAME_BYTES
+from isgq.wire.header import NO_PARAMETER, Header, Status, header_size
 
 AggregateName = Literal["gather", "two_pass", "server", "async"]
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -47,6 +48,7 @@ class Step:
         used: whether each got a gradient on this rank.
         carriers: the same on every rank.
         gradients: this rank's, whole, by parameter name.
+        say: takes what the user should know.
     """
 
     number: int
@@ -56,6 +58,7 @@ class Step:
     used: Sequence[bool]
     carriers: Sequence[Carrier]
     gradients: Mapping[str, Tensor]
+    say: Callable[[str], None] = lambda _: None
 
     @functools.cached_property
     def index(self) -> Mapping[str, int]:
@@ -69,6 +72,10 @@ class Step:
     def key(self, name: str, rank: int) -> Key:
         """Address of a rank's tensor in this step."""
         return Key(name, self.seed, self.number, rank)
+
+    def keys(self, carriers: Sequence[Carrier], rank: int) -> list[Key]:
+        """The same for each carrier."""
+        return [self.key(carrier.name, rank) for carrier in carriers]
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,7 @@ class Gather:
         self.up: Sequence[int] = ()
         self.down: Sequence[int] = ()
         self._memories: dict[str, Remembering] = {}
+        self._correspondence = Correspondence()
         self._exchange, self._messages = exchange, 1
         self._remember("up", codec)
 
@@ -117,7 +125,7 @@ class Gather:
 
     def encode(self, step: Step) -> Outgoing:
         """This rank's records of all carriers that have a gradient; never raises, the other ranks must hear of it."""
-        records: list[tuple[Carrier, Record]] = []
+        records: list[tuple[Carrier, Record | Unfinished]] = []
         self.sizes, name = Counter(), ""
         try:
             for carrier in step.carriers:
@@ -125,21 +133,25 @@ class Gather:
                 if step.sends(carrier, step.used):
                     key = step.key(carrier.name, self._exchange.rank)
                     records.append((carrier, carrier.encode(step.gradients, key)))
-            return self._pack(records)
+            overhead = header_size(len(step.names), self._messages) + FRAME_BYTES * self.servers
+            done = finish([record for _, record in records], overhead, step.say)
+            return self._pack(step, [(carrier, record) for (carrier, _), record in zip(records, done, strict=True)])
         except NonFiniteError as error:
             return Outgoing(status=Status.NON_FINITE, parameter=_index(step, name), error=error)
         except Exception as error:
             return Outgoing(status=Status.FAILED, parameter=_index(step, name), error=error)
 
-    def _pack(self, records: Sequence[tuple[Carrier, Record]]) -> Outgoing:
-        return Outgoing([self._message(records, copies=1)])
+    def _pack(self, step: Step, records: Sequence[tuple[Carrier, Record]]) -> Outgoing:
+        return Outgoing([self._message(step, records, copies=1)])
 
-    def _message(self, records: Sequence[tuple[Carrier, Record]], copies: int) -> Tensor:
+    def _message(self, step: Step, records: Sequence[tuple[Carrier, Record]], copies: int) -> Tensor:
         """One message, of which so many copies are handed over."""
         if not records:
             return NOTHING
-        message, sizes = pack_message([record for _, record in records])
-        for (carrier, _), size in zip(records, sizes, strict=True):
+        carriers = [carrier for carrier, _ in records]
+        keys = step.keys(carriers, self._exchange.rank)
+        message, sizes = self._correspondence.write(carriers, [record for _, record in records], keys)
+        for carrier, size in zip(carriers, sizes, strict=True):
             self.sizes[carrier.rows[0].name if len(carrier.names) == 1 else carrier.name] += size * copies
         return message
 
@@ -192,7 +204,7 @@ class Gather:
         decoded: dict[str, list[Factors | LowRank | Tensor]] = {}
         for rank, (message, header) in enumerate(zip(messages, headers, strict=True)):
             sent = [carrier for carrier in carriers if step.sends(carrier, header.used)]
-            for carrier, record in zip(sent, read_message(message, len(sent), rank), strict=True):
+            for carrier, record in zip(sent, self._read(step, sent, message, rank), strict=True):
                 decoded.setdefault(carrier.name, []).append(carrier.decode(record))
         means: dict[str, Tensor] = {}
         for carrier in carriers:
@@ -200,13 +212,18 @@ class Gather:
                 scatter(carrier.rows, carrier.mean(decoded[carrier.name], self._exchange.world_size), means)
         return means
 
+    def _read(self, step: Step, carriers: Sequence[Carrier], message: Tensor, rank: int) -> Sequence[Record]:
+        return self._correspondence.read(message, carriers, step.keys(carriers, rank))
+
     def commit(self) -> None:
         """The step was applied."""
+        self._correspondence.commit()
         for memory in self._memories.values():
             memory.commit()
 
     def rollback(self) -> None:
         """The step was not applied."""
+        self._correspondence.rollback()
         for memory in self._memories.values():
             memory.rollback()
 
@@ -215,7 +232,8 @@ class Gather:
         return {where: memory.state_dict() for where, memory in self._memories.items()}
 
     def load_memories(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replace them."""
+        """Replace them, and start all messages anew, as every rank does."""
+        self._correspondence.forget()
         for where, memory in self._memories.items():
             memory.load_state_dict(saved.get(where, {}))
 
@@ -237,11 +255,11 @@ class TwoPass(Gather):
         self.servers, self._down, self._messages = servers, down, exchange.world_size
         self._remember("down", down)
 
-    def _pack(self, records: Sequence[tuple[Carrier, Record]]) -> Outgoing:
+    def _pack(self, step: Step, records: Sequence[tuple[Carrier, Record]]) -> Outgoing:
         messages = []
         for server in range(self._exchange.world_size):
             mine = [each for each in records if each[0].server == server]
-            messages.append(self._message(mine, copies=int(server != self._exchange.rank)))
+            messages.append(self._message(step, mine, copies=int(server != self._exchange.rank)))
         return Outgoing(messages)
 
     def _reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
@@ -260,7 +278,7 @@ class TwoPass(Gather):
         means: dict[str, Tensor] = {}
         for server, message in enumerate(down):
             served = [carrier for carrier in replies if carrier.server == server]
-            for carrier, record in zip(served, read_message(message, len(served), server), strict=True):
+            for carrier, record in zip(served, self._read(step, served, message, server), strict=True):
                 scatter(carrier.rows, carrier.decode(record).reshape(-1), means)
         return means
 
@@ -277,7 +295,7 @@ class TwoPass(Gather):
             served = [carrier for carrier in step.carriers if carrier.server == rank]
             means = self._average(step, served, headers, received)
             records = [(c, c.encode(means, step.key(c.name, rank))) for c in replies if c.server == rank]
-            return Outgoing([self._message(records, copies=self._exchange.world_size - 1)])
+            return Outgoing([self._message(step, records, copies=self._exchange.world_size - 1)])
         except NonFiniteError as error:
             return Outgoing(status=Status.NON_FINITE, error=error)
         except Exception as error:
@@ -289,7 +307,6 @@ def aggregation(mode: AggregateName, exchange: Exchange, up: Codec | None, down:
 
     Args:
         mode: ``gather``; ``two_pass``, where every rank serves a shard; or ``server``, where rank 0 serves all. The
-            asynchronous one is in :mod:`isgq.asynchronous`. The
             asynchronous one is in :mod:`isgq.asynchronous`.
         exchange: the transport.
         up: the codec of gradients, or None.
@@ -311,16 +328,16 @@ def replies_of(carriers: Sequence[Carrier], down: Codec) -> list[DirectCarrier]:
     return replies
 
 
-def read_message(message: Tensor, expected: int, rank: int) -> list[Record]:
-    """The records of a message; no bytes are none.
+def once(log: Callable[[str], None]) -> Callable[[str], None]:
+    """Says the same words only the first time."""
+    said: set[str] = set()
 
-    Raises:
-        CodecError: there are more or fewer.
-    """
-    records = unpack_message(message) if message.numel() else []
-    if len(records) != expected:
-        raise CodecError(f"rank {rank} sent {len(records)} records for {expected} gradients")
-    return list(records)
+    def say(words: str) -> None:
+        if words not in said:
+            said.add(words)
+            log(f"isgq: {words}")
+
+    return say
 
 
 def _index(step: Step, name: str) -> int:

@@ -23,15 +23,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from isgq.aggregate import NOTHING, Gather, Outgoing, Step, read_message, replies_of
+from isgq.aggregate import NOTHING, Gather, Outgoing, Step, replies_of
 from isgq.agreement import check_headers
 from isgq.choice import Choice
 from isgq.core.codec import Codec
 from isgq.core.errors import ExchangeError, IsgqError, MismatchError, NonFiniteError, OptionError, PeerError
+from isgq.correspondence import Correspondence
 from isgq.exchange import Channel, Exchange
 from isgq.masters import masters
-from isgq.records import DirectCarrier, scatter
-from isgq.wire import pack_message
+from isgq.records import DirectCarrier, Record, scatter
 from isgq.wire.header import NO_PARAMETER, Header, Status, header_size
 
 SERVER = 0
@@ -98,8 +98,9 @@ class Worker(Gather):
         self.done = header.status is Status.DONE
         if not self.done:
             check_headers([replace(header, step=step.number)], step.names)
-            replies = replies_of(step.carriers, self._down)
-            for name, change in decode(replies, message).items():
+            replies, theirs = replies_of(step.carriers, self._down), replace(step, number=header.step)
+            records = self._read(theirs, replies, message, self._exchange.rank)
+            for name, change in decode(replies, records).items():
                 self._replica[name] += change
         with torch.no_grad():
             for name, parameter in self._parameters.items():
@@ -116,10 +117,10 @@ class Worker(Gather):
             self._channel.send(Header(status, NO_PARAMETER, step.number, step.digest, [0], step.used).pack())
 
 
-def decode(carriers: Sequence[DirectCarrier], message: Tensor) -> dict[str, Tensor]:
+def decode(carriers: Sequence[DirectCarrier], records: Sequence[Record]) -> dict[str, Tensor]:
     """The changes in a reply, by parameter name."""
     changes: dict[str, Tensor] = {}
-    for carrier, record in zip(carriers, read_message(message, len(carriers), SERVER), strict=True):
+    for carrier, record in zip(carriers, records, strict=True):
         scatter(carrier.rows, carrier.decode(record).reshape(-1), changes)
     return changes
 
@@ -190,6 +191,7 @@ class Server:
         self._issued = dict.fromkeys(channels, 0)  # the update that each active worker's replica comes from
         self._inbox: queue.SimpleQueue[tuple[int, Tensor | IsgqError]] = queue.SimpleQueue()
         self._outbox: dict[int, queue.SimpleQueue[_Reply]] = {worker: queue.SimpleQueue() for worker in channels}
+        self._correspondence = Correspondence()
         self.service = Service()
 
     def run(
@@ -292,11 +294,13 @@ class Server:
 
     def _update(self, worker: int, header: Header, message: Tensor, optimizer: torch.optim.Optimizer) -> None:
         sent = [carrier for carrier in self._step.carriers if self._step.sends(carrier, header.used)]
+        keys = replace(self._step, number=header.step).keys(sent, worker)
         try:
             gradients: dict[str, Tensor] = {}
-            for carrier, record in zip(sent, read_message(message, len(sent), worker), strict=True):
+            for carrier, record in zip(sent, self._correspondence.read(message, sent, keys), strict=True):
                 scatter(carrier.rows, carrier.mean([carrier.decode(record)], 1), gradients)
         except IsgqError as error:
+            self._correspondence.rollback()
             self._lose(worker, error)
             self._outbox[worker].put(_Reply(self._headed(Status.FAILED), last=True))
             return
@@ -315,11 +319,12 @@ class Server:
         """The compressed difference to the worker's replica, which follows."""
         replica = self._replicas[worker]
         changes = {name: p.detach() - replica[name] for name, p in self._parameters.items()}
-        step = replace(self._step, number=self.service.updates)
-        records = [c.encode(changes, step.key(c.name, worker)) for c in self._replies]
-        message = pack_message(records)[0]
-        for name, change in decode(self._replies, message).items():
+        keys = replace(self._step, number=self.service.updates).keys(self._replies, worker)
+        records = [carrier.encode(changes, key) for carrier, key in zip(self._replies, keys, strict=True)]
+        message, _ = self._correspondence.write(self._replies, records, keys)
+        for name, change in decode(self._replies, self._correspondence.read(message, self._replies, keys)).items():
             replica[name] += change
+        self._correspondence.commit()
         return self._headed(Status.OK, message)
 
     def _headed(self, status: Status, message: Tensor = NOTHING) -> Tensor:

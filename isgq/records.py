@@ -7,21 +7,20 @@ or of several gradients as one vector.
 """
 
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from isgq.core.codec import Codec, PairCodec
+from isgq.core.codec import Codec, PairCodec, PlansTogether, pair_digests
 from isgq.core.errors import CodecError, NonFiniteError
 from isgq.core.keys import Key
 from isgq.core.payload import Factors, LowRank, PairPayload, Payload, check_finite
 from isgq.layers.capture import Unit, merge
 from isgq.planner import REFUSED, UNSEEN
 from isgq.windows import Window
-from isgq.wire import pack_message
 
 Record = Payload | PairPayload
 _PLAIN = "exact"  # codec name of a record that holds a plain gradient
@@ -81,6 +80,29 @@ def names_of(unit: Unit) -> Sequence[str]:
     return [unit.name] if unit.bias_name is None else [unit.name, unit.bias_name]
 
 
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A record that its codec makes together with others: see :func:`finish`."""
+
+    codec: PlansTogether
+    prepared: Any
+
+
+def finish(
+    records: Sequence[Record | Unfinished], overhead: int = 0, say: Callable[[str], None] = lambda _: None
+) -> list[Record]:
+    """Let the codec make what is unfinished among a step's records.
+
+    Args:
+        records: of one session.
+        overhead: bytes that are sent besides the records.
+        say: see :class:`PlansTogether`.
+    """
+    begun = [record for record in records if isinstance(record, Unfinished)]
+    made = iter(begun[0].codec.encode_together([each.prepared for each in begun], overhead, say) if begun else ())
+    return [next(made) if isinstance(record, Unfinished) else record for record in records]
+
+
 class Carrier(Protocol):
     """Carries the gradients of one or more parameters as one record a step.
 
@@ -96,7 +118,7 @@ class Carrier(Protocol):
     rows: Sequence[Rows]
     server: int
 
-    def encode(self, gradients: Mapping[str, Tensor], key: Key) -> Record:
+    def encode(self, gradients: Mapping[str, Tensor], key: Key) -> Record | Unfinished:
         """This rank's record; NonFiniteError on NaN or Inf in what would travel.
 
         Args:
@@ -107,6 +129,10 @@ class Carrier(Protocol):
 
     def decode(self, record: Record) -> Factors | LowRank | Tensor:
         """One rank's record; CodecError where it does not fit."""
+        ...
+
+    def digests(self, key: Key) -> int | tuple[int, int]:
+        """Digests of a record encoded with this key, unless it says otherwise."""
         ...
 
     def mean(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> Tensor:
@@ -139,14 +165,20 @@ class FactorCarrier:
         """This rank's gradient as autograd made it: weight and riding bias as one flat vector."""
         return torch.cat([gradients[name].reshape(-1) for name in self.names])
 
-    def encode(self, gradients: Mapping[str, Tensor], key: Key) -> Record:
+    def encode(self, gradients: Mapping[str, Tensor], key: Key) -> Record | Unfinished:
         """See :class:`Carrier`."""
         factors = self._trusted_factors(gradients, key.step)
         if factors is not None:
-            return self.codec.encode_pair(factors, self.unit.contract, key)
+            return self._begin(factors, key)
         flat = self._flat(gradients)
         check_finite(flat, f"the gradient of {self.name!r}")
         return Payload(_PLAIN, tuple(flat.shape), flat.dtype, {}, {"values": flat})
+
+    def _begin(self, factors: Factors, key: Key) -> Record | Unfinished:
+        if not isinstance(self.codec, PlansTogether) or not self.codec.together:
+            return self.codec.encode_pair(factors, self.unit.contract, key)
+        prepared = self.codec.prepare(factors, self.unit.contract, key)
+        return prepared if isinstance(prepared, PairPayload) else Unfinished(self.codec, prepared)
 
     def _trusted_factors(self, gradients: Mapping[str, Tensor], step: int) -> Factors | None:
         """All of this step's pairs as one, or None where the gradient itself must travel."""
@@ -203,6 +235,10 @@ class FactorCarrier:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return LowRank(product.left.to(weight.device, dtype), product.right.to(weight.device, dtype))
 
+    def digests(self, key: Key) -> tuple[int, int]:
+        """See :class:`Carrier`."""
+        return pair_digests(self.codec, key)
+
     def mean(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> Tensor:
         """One contraction for all pairs of one size, one for all sums of outer products, and what came plainly."""
         by_size: dict[tuple[torch.Size, torch.Size], list[Factors]] = {}
@@ -215,8 +251,8 @@ class FactorCarrier:
             gradients.append(self.unit.flat_gradient(LowRank(left, right)))
         return _sum([*gradients, *(part for part in parts if isinstance(part, Tensor))]) / world_size
 
-    def measure(self, gradients: Mapping[str, Tensor], key: Key) -> int:
-        """Bytes of this rank's record; REFUSED where its pairs do not make up autograd's gradient, or UNSEEN."""
+    def candidate(self, gradients: Mapping[str, Tensor], key: Key) -> Record | Unfinished | int:
+        """This rank's record of its pairs; REFUSED where they do not make up autograd's gradient, or UNSEEN."""
         window = self.windows[self.name]
         if not any(self.windows[name].touched for name in self.names):
             return UNSEEN
@@ -226,7 +262,7 @@ class FactorCarrier:
             factors = merge(window.pairs)
             if not self._reproduces(factors, gradients):
                 return REFUSED
-            return max(1, pack_message([self.codec.encode_pair(factors, self.unit.contract, key)])[1][0])
+            return self._begin(factors, key)
         except NonFiniteError:
             return UNSEEN
         except CodecError:
@@ -275,6 +311,10 @@ class DirectCarrier:
             came = getattr(record, "shape", type(record).__name__)
             raise CodecError(f"{self.name!r} of shape {self.shape} came as {came}")
         return self.codec.decode(record).to(torch.promote_types(record.dtype, torch.float32))
+
+    def digests(self, key: Key) -> int:
+        """See :class:`Carrier`."""
+        return key.digest
 
     def mean(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> Tensor:
         """See :class:`Carrier`."""

@@ -17,18 +17,22 @@ from isgq.core.keys import Key
 from isgq.exchange import Exchange
 from isgq.layers.capture import Unit
 from isgq.planner import Line, Plan, decide
-from isgq.records import Carrier, DirectCarrier, FactorCarrier, Rows, names_of
+from isgq.records import Carrier, DirectCarrier, FactorCarrier, Rows, finish, names_of
 from isgq.sharding import assign, cut, fill
 from isgq.windows import Contributions, Window
+from isgq.wire import pack_message
 
 
 def measure(
     units: Sequence[Unit], codec: PairCodec | None, windows: Mapping[str, Window], key: Callable[[str], Key]
 ) -> Tensor:
-    """This rank's message size for every unit, int64 ``[units]``; see :meth:`FactorCarrier.measure`."""
+    """Bytes of this rank's record of every unit, int64 ``[units]``, or what :meth:`FactorCarrier.candidate` says."""
     carriers = [FactorCarrier(codec, unit, windows) for unit in units] if codec is not None else []
     gradients = Contributions(windows)
-    return torch.tensor([carrier.measure(gradients, key(carrier.name)) for carrier in carriers], dtype=torch.int64)
+    candidates = [carrier.candidate(gradients, key(carrier.name)) for carrier in carriers]
+    records = iter(finish([candidate for candidate in candidates if not isinstance(candidate, int)]))
+    sizes = [c if isinstance(c, int) else max(1, pack_message([next(records)])[1][0]) for c in candidates]
+    return torch.tensor(sizes, dtype=torch.int64)
 
 
 def plan_together(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from isgq.aggregate import AggregateName, Gather, Outgoing, Step, aggregation, replies_of
+from isgq.aggregate import AggregateName, Gather, Outgoing, Step, aggregation, once, replies_of
 from isgq.agreement import check_introductions, introduce, plan_digest
 from isgq.asynchronous import SERVER, Server, Service, Worker, check_bound
 from isgq.backward import BackwardWatch
@@ -120,6 +120,7 @@ class Session:
         self._choice = choice
         self._policy: RoutePolicy = routes if choice.pair is not None else "dense"
         self._sync, self._seed, self._log = sync, seed, log
+        self._say = once(log or warnings.warn)
         self._exchange = exchange or (TorchExchange() if dist.is_initialized() else Loopback())
         self._carriers: list[Carrier] = []
         self._start_bytes = (self._exchange.sent, self._exchange.received)
@@ -239,7 +240,7 @@ class Session:
         digest = plan_digest(self._choice.spec, [line.route for line in self.plan.lines])
         used = [self._windows[name].touched for name in self._names]
         gradients = Contributions(self._windows)
-        return Step(self.step, digest, self._seed, self._names, used, self._carriers, gradients)
+        return Step(self.step, digest, self._seed, self._names, used, self._carriers, gradients, self._say)
 
     def _is_dense(self, name: str) -> bool:
         return all(name not in carrier.names for carrier in self._carriers)

@@ -30,11 +30,13 @@ def run(steps: int) -> dict[str, Any]:
     for name, options in CASES.items():
         model = network()
         with isgq.instrument(model, memory="none", **options) as session:
+            before = (0, 0)
             for _ in range(steps):
+                before = (session.traffic.sent, session.traffic.received)
                 model.zero_grad()
                 F.cross_entropy(model(torch.randn(4, 60)), torch.zeros(4, dtype=torch.long)).backward()
             traffic = session.traffic
-            counted = ((traffic.sent - traffic.setup) / steps, traffic.received / steps)
+            counted = (traffic.sent - before[0], traffic.received - before[1])
             report[name] = (counted, session.messages())
     return report
 

@@ -15,6 +15,7 @@ A weight is rounded before it is sent, and the left vector is scaled by what the
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -23,27 +24,26 @@ import numpy.typing as npt
 import torch
 
 from isgq.codecs.dithered import Dithered
-from isgq.codecs.eus_plan import usa
-from isgq.codecs.eus_sample import systematic
 from isgq.codecs.exact import Exact
-from isgq.codecs.rotation import Atoms, atoms_of_factors, atoms_of_matrix
+from isgq.codecs.rotation import Atoms, decompose
 from isgq.codecs.rotation_code import decode_symbols, dequantize, digits_for, encode_symbols, quantize
 from isgq.codecs.rotation_plan import (
     COARSEST,
     FINEST_CODE,
     Plan,
     Spectrum,
-    curve,
+    draw,
+    expected_bits,
     mmse_plan_at_slope,
-    noise,
     plan_at_slope,
+    plan_of_atoms,
     slope_for_bits,
     slope_for_variance,
     step_table,
 )
-from isgq.core.errors import CodecError, NonFiniteError, OptionError
+from isgq.core.errors import CodecError, OptionError
 from isgq.core.keys import Key, uniform
-from isgq.core.payload import Contract, Factors, LowRank, PairPayload, Payload, check_finite
+from isgq.core.payload import Contract, Factors, LowRank, PairPayload, Payload
 from isgq.core.registry import register_codec
 
 _Reals = npt.NDArray[np.float64]
@@ -53,6 +53,7 @@ _EXACT, _DITHERED = Exact(), Dithered(levels=1, bucket="row")
 _ENTRY, _COUNT = 4, 2  # bytes of the head
 _MOST_ATOMS = (1 << 16) - 1
 _EXPANSION = 512  # symbols that a byte may stand for: an entry takes 0.2 bits or more
+_FRAMING = 8  # bytes of a record's form and sizes, about
 _NMSE = 1.0  # where no option says how much is sent
 _OVERSHOOT = 1.01  # how far rounding a weight to bfloat16 may stretch a vector of length 1
 _LARGEST = torch.finfo(torch.float32).max
@@ -88,20 +89,33 @@ class _Sent:
         return digits_for(_OVERSHOOT * math.sqrt(max(outputs, columns)) / finest)
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A gradient that is decomposed but not yet planned."""
+
+    atoms: Atoms
+    dtype: torch.dtype
+    key: Key
+
+
 @register_codec("rotated")
 @dataclass(frozen=True)
 class Rotated:
     """Singular atoms of the gradient: heavy ones always, light ones at random, vectors dithered; exactly unbiased.
 
-    Give one of ``ratio``, ``nmse`` and ``atoms``, or none for ``nmse=1``. Integer x (indices) is sent without loss,
-    and d dithered.
+    Give one of ``ratio``, ``bytes_per_step``, ``nmse`` and ``atoms``, or none for ``nmse=1``. Atoms and steps are those
+    of least variance for the bytes. Integer x (indices) is sent without loss, and d dithered; neither that nor what a
+    session sends without factors is in the budget.
 
     Attributes:
-        ratio: bytes of the float32 gradient over bytes of the record, at least 1; larger is more aggressive. Atoms and
-            steps are those of least variance.
+        ratio: bytes of the float32 gradients over bytes of their records and all headers, at least 1; larger is more
+            aggressive.
+        bytes_per_step: the bytes themselves, that a rank sends in a step; smaller is more aggressive.
         nmse: expected squared error over squared norm; larger is more aggressive.
-        cap: with ``ratio``: largest expected squared error over squared norm. Where the ratio would need more, the
-            record is longer.
+        cap: with ``ratio`` and ``bytes_per_step``: largest expected squared error over squared norm. Where the bytes
+            would need more, more are sent, which the session's log says once.
+        share: who shares the bytes, or the error: ``"model"``, all layers of a session together, by one slope;
+            ``"layer"``, each has its own ratio or error.
         atoms: how many atoms are sent, exactly, all with ``step``.
         step: with ``atoms``: of both vectors, in units of their entries' root mean square, at most 3.5; larger is
             more aggressive.
@@ -114,13 +128,19 @@ class Rotated:
     atoms: int | None = None
     step: float = 2.0
     cap: float = 8.0
+    bytes_per_step: float | None = None
+    share: Literal["model", "layer"] = "model"
     mode: Literal["unbiased", "mmse"] = "unbiased"
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        given = [n for n in ("ratio", "nmse", "atoms") if getattr(self, n) is not None]
+        given = [n for n in ("ratio", "bytes_per_step", "nmse", "atoms") if getattr(self, n) is not None]
         if len(given) > 1:
-            raise OptionError(f"rotated takes one of ratio, nmse and atoms, got {' and '.join(given)}")
+            raise OptionError(f"rotated takes one of ratio, bytes_per_step, nmse and atoms, got {' and '.join(given)}")
+        if self.share not in {"model", "layer"}:
+            raise OptionError(f"share is {self.share!r}, must be 'model' or 'layer'")
+        if self.bytes_per_step is not None and not (1 <= self.bytes_per_step < math.inf and self.share == "model"):
+            raise OptionError(f"bytes_per_step={self.bytes_per_step} of rotated must be 1 or more, with share=model")
         if self.ratio is not None and not 1 <= self.ratio < math.inf:
             raise OptionError(f"ratio={self.ratio} of rotated must be 1 or more")
         if self.mode not in {"unbiased", "mmse"}:
@@ -141,6 +161,10 @@ class Rotated:
         """Whether the mode is so called."""
         return self.mode == "unbiased"
 
+    def digests(self, key: Key) -> tuple[int, int]:
+        """That of d alone is used, and is the key's own."""
+        return 0, key.digest
+
     # ---- encoding
 
     @torch.no_grad()
@@ -151,25 +175,89 @@ class Rotated:
             NonFiniteError: NaN or Inf in a factor, or a gradient beyond float32.
         """
         if not factors.x.is_floating_point():
-            x, d = _EXACT.encode(factors.x, key.child("x")), _DITHERED.encode(factors.d, key.child("d"))
+            x, d = _EXACT.encode(factors.x, key), _DITHERED.encode(factors.d, key)
             return PairPayload(self.name, x, d)
         atoms = decompose(factors, contract, key)
-        return self.encode_atoms(atoms, self.plan(spectrum_of(atoms)), factors.d.dtype, key)
+        [plan], _ = self.plans([spectrum_of(atoms)], self.budget([spectrum_of(atoms)]))
+        return self.encode_atoms(atoms, plan, factors.d.dtype, key)
 
-    def plan(self, spectrum: Spectrum) -> Plan:
-        """What to send of a gradient's atoms, by these options."""
+    @property
+    def together(self) -> bool:
+        """Whether all layers share."""
+        return self.share == "model" and self.atoms is None
+
+    @torch.no_grad()
+    def prepare(self, factors: Factors, contract: Contract, key: Key) -> Prepared | PairPayload:
+        """Decompose.
+
+        Raises:
+            NonFiniteError: as for :meth:`encode_pair`.
+        """
+        if not factors.x.is_floating_point():
+            return self.encode_pair(factors, contract, key)
+        return Prepared(decompose(factors, contract, key), factors.d.dtype, key)
+
+    @torch.no_grad()
+    def encode_together(
+        self, prepared: Sequence[Prepared], overhead: int, say: Callable[[str], None]
+    ) -> list[PairPayload]:
+        """Plan for all layers together, then as :meth:`encode_pair`.
+
+        How many bits entries take depends on how they are distributed. So that a budget is kept, the plan is tried out,
+        with other random numbers so that nothing becomes biased, and made again for as much more or less.
+        """
+        spectra = [spectrum_of(each.atoms) for each in prepared]
+        bits = self.budget(spectra, overhead)
+        plans, capped = self.plans(spectra, bits)
+        if bits is not None and not capped:
+            trial = [
+                self.encode_atoms(p.atoms, plan, p.dtype, p.key.child("trial"))
+                for p, plan in zip(prepared, plans, strict=True)
+            ]
+            taken = 8 * sum(
+                each.x.tensors["head"].numel() + each.d.tensors["code"].numel() + _FRAMING for each in trial
+            )
+            light = [int.from_bytes(_raw(each.x, "head")[:_COUNT], "little") for each in trial]
+            expected = math.fsum(map(expected_bits, spectra, plans, light))
+            plans, capped = self.plans(spectra, bits * expected / taken)
+        if capped:
+            asked = f"bytes_per_step={self.bytes_per_step}" if self.ratio is None else f"ratio={self.ratio}"
+            say(
+                f"rotated:{asked} would leave an error of more than cap={self.cap} times the squared gradient, so more "
+                "bytes are sent"
+            )
+        return [self.encode_atoms(p.atoms, plan, p.dtype, p.key) for p, plan in zip(prepared, plans, strict=True)]
+
+    def budget(self, spectra: Sequence[Spectrum], overhead: int = 0) -> float | None:
+        """Bits for the records of these gradients together, if the options say how many; may be negative.
+
+        Args:
+            spectra: of the gradients that share.
+            overhead: bytes that are sent besides the records.
+        """
+        size = self.bytes_per_step
+        if self.ratio is not None:
+            size = 4 * sum(spectrum.outputs * spectrum.columns for spectrum in spectra) / self.ratio
+        return None if size is None else 8 * (size - overhead)
+
+    def plans(self, spectra: Sequence[Spectrum], bits: float | None = None) -> tuple[list[Plan], bool]:
+        """What to send of gradients' atoms, by these options and one slope, and whether the cap needs more bits.
+
+        Args:
+            spectra: of the gradients that share.
+            bits: for all of them, if limited.
+        """
         if self.atoms is not None:
-            return _plan_of_atoms(spectrum, self.atoms, self.step)
+            return [plan_of_atoms(spectrum, self.atoms, self.step) for spectrum in spectra], False
         planner = plan_at_slope if self.unbiased else mmse_plan_at_slope
-        if not spectrum.energy:
-            return planner(spectrum, 1.0)
-        if self.ratio is None:
-            slope = slope_for_variance([spectrum], (self.nmse or _NMSE) * spectrum.energy, planner)
-        else:
-            size = 32 * spectrum.outputs * spectrum.columns
-            slope = slope_for_bits([spectrum], size / self.ratio, planner)
-            slope = min(slope, slope_for_variance([spectrum], self.cap * spectrum.energy, planner))
-        return planner(spectrum, slope)
+        energy, slope, capped = math.fsum(spectrum.energy for spectrum in spectra), 1.0, False
+        if energy and bits is not None:
+            slope = slope_for_bits(spectra, bits, planner)
+            most = slope_for_variance(spectra, self.cap * energy, planner)
+            slope, capped = min(slope, most), most < slope
+        elif energy:
+            slope = slope_for_variance(spectra, (self.nmse or _NMSE) * energy, planner)
+        return [planner(spectrum, slope) for spectrum in spectra], capped
 
     def variance(self, factors: Factors, contract: Contract) -> float:
         """Expected squared error of gradient and bias gradient: closed form, exact but for the weights' rounding.
@@ -178,7 +266,9 @@ class Rotated:
             factors: floating-point.
             contract: of the layer.
         """
-        return self.plan(spectrum_of(decompose(factors, contract, Key("variance")))).variance
+        spectra = [spectrum_of(decompose(factors, contract, Key("variance")))]
+        [plan], _ = self.plans(spectra, self.budget(spectra))
+        return plan.variance
 
     def encode_atoms(self, atoms: Atoms, plan: Plan, dtype: torch.dtype, key: Key) -> PairPayload:
         """Draw the light atoms, quantize and code all that are sent.
@@ -190,7 +280,7 @@ class Rotated:
             key: of the tensor.
         """
         digest = key.digest
-        index, weights = _draw(atoms, plan, digest)
+        index, weights = draw(atoms.weights.cpu(), plan, digest)
         light = len(index) - plan.heavy
         codes = np.concatenate([plan.codes, np.tile(plan.light_codes, (light, 1))])
         rounded = torch.tensor(weights).to(torch.bfloat16)
@@ -249,70 +339,6 @@ class Rotated:
 def spectrum_of(atoms: Atoms) -> Spectrum:
     """The weights of atoms, on the host."""
     return Spectrum(atoms.weights.cpu().numpy(), atoms.left.shape[1], atoms.right.shape[1])
-
-
-def decompose(factors: Factors, contract: Contract, key: Key) -> Atoms:
-    """Atoms of the gradient as a matrix ``[o, p]``, the last column that of the bias.
-
-    From the factors where they are plain rows, fewer than the matrix is wide; otherwise from the gradient.
-
-    Args:
-        factors: floating-point.
-        contract: of the layer.
-        key: names the tensor in messages.
-
-    Raises:
-        NonFiniteError: NaN or Inf in a factor, or a gradient beyond float32.
-    """
-    x, d = factors.x.detach(), factors.d.detach()
-    check_finite(x, f"the input of {key.name!r}")
-    check_finite(d, f"the output gradient of {key.name!r}")
-    if x.dim() == 2 and x.shape[0] <= min(d.shape[1], x.shape[1] + 1):
-        atoms = atoms_of_factors(torch.cat([x, x.new_ones(len(x), 1)], 1), d)
-    else:
-        gradient = contract(x.float(), d.float())
-        channel = d.dim() - 1 if gradient.dim() == 2 else 1  # of a linear layer the last, of a convolution the second
-        bias = d.double().sum([i for i in range(d.dim()) if i != channel])
-        atoms = atoms_of_matrix(torch.cat([gradient.reshape(gradient.shape[0], -1).double(), bias[:, None]], 1))
-    if atoms.weights.numel() and not float(atoms.weights[0]) < _LARGEST:
-        raise NonFiniteError(f"the gradient of {key.name!r} reaches beyond float32")
-    kept = int((atoms.weights.to(torch.bfloat16) > 0).sum())
-    return Atoms(atoms.weights[:kept], atoms.left[:kept], atoms.right[:kept])
-
-
-def _plan_of_atoms(spectrum: Spectrum, count: int, step: float) -> Plan:
-    """As many atoms as asked for, with one step: efficient unbiased sparsification of the spectrum."""
-    w = spectrum.weights
-    chosen = usa(torch.from_numpy(w), count) if len(w) else None
-    heavy, tau = (len(chosen.heavy), chosen.level) if chosen is not None else (0, 0.0)
-    code = np.full(2, np.abs(step_table() - step).argmin())
-    kappa = float(np.prod(1 + noise(code)) - 1)
-    light, sent = w[heavy:], count - heavy if tau else 0
-    variance = (
-        (w[:heavy] ** 2).sum() * kappa + (light * tau * (1 + kappa) - light**2).sum() if tau else kappa * (w**2).sum()
-    )
-    bits = curve(spectrum.outputs, spectrum.columns).bits[0] * (heavy + sent)
-    return Plan(heavy, np.tile(code, (heavy, 1)), code, tau, float(variance), float(bits))
-
-
-def _draw(atoms: Atoms, plan: Plan, digest: int) -> tuple[_Ints, _Reals]:
-    """Atoms that are sent, heavy ones first, and their weights.
-
-    Light ones are drawn with probability ``w / tau``; where these sum to no integer, an atom that does not exist makes
-    up for what is missing, and is not sent.
-    """
-    w = atoms.weights.cpu()
-    index, weights = torch.arange(plan.heavy), w[: plan.heavy]
-    light = w[plan.heavy :]
-    if plan.tau and light.numel():
-        expected = float(light.sum()) / plan.tau
-        count = max(1, math.ceil(expected - 1e-9))
-        pool = torch.cat([light, light.new_full((1,), max(0.0, count - expected) * plan.tau)])
-        drawn = systematic(pool, count, digest)
-        drawn = drawn[drawn < light.numel()]
-        index = torch.cat([index, plan.heavy + drawn])
-        weights = torch.cat([weights, weights.new_full((drawn.numel(),), plan.tau)])
-    return index.numpy(), weights.numpy()
 
 
 def _dither(digest: int, count: int, outputs: int, columns: int) -> _Reals:

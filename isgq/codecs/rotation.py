@@ -18,6 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isgq.core.errors import NonFiniteError
+from isgq.core.keys import Key
+from isgq.core.payload import Contract, Factors, check_finite
+
+_LARGEST = torch.finfo(torch.float32).max
 _NOISE = 1e-14  # relative: eigenvalues of a Gram matrix below are rounding errors, 1e-7 of the largest row's length
 
 
@@ -34,6 +39,35 @@ class Atoms:
     weights: Tensor
     left: Tensor
     right: Tensor
+
+
+def decompose(factors: Factors, contract: Contract, key: Key) -> Atoms:
+    """Atoms of the gradient as a matrix ``[o, p]``, the last column that of the bias.
+
+    From the factors where they are plain rows, fewer than the matrix is wide; otherwise from the gradient.
+
+    Args:
+        factors: floating-point.
+        contract: of the layer.
+        key: names the tensor in messages.
+
+    Raises:
+        NonFiniteError: NaN or Inf in a factor, or a gradient beyond float32.
+    """
+    x, d = factors.x.detach(), factors.d.detach()
+    check_finite(x, f"the input of {key.name!r}")
+    check_finite(d, f"the output gradient of {key.name!r}")
+    if x.dim() == 2 and x.shape[0] <= min(d.shape[1], x.shape[1] + 1):
+        atoms = atoms_of_factors(torch.cat([x, x.new_ones(len(x), 1)], 1), d)
+    else:
+        gradient = contract(x.float(), d.float())
+        channel = d.dim() - 1 if gradient.dim() == 2 else 1  # of a linear layer the last, of a convolution the second
+        bias = d.double().sum([i for i in range(d.dim()) if i != channel])
+        atoms = atoms_of_matrix(torch.cat([gradient.reshape(gradient.shape[0], -1).double(), bias[:, None]], 1))
+    if atoms.weights.numel() and not float(atoms.weights[0]) < _LARGEST:
+        raise NonFiniteError(f"the gradient of {key.name!r} reaches beyond float32")
+    kept = int((atoms.weights.to(torch.bfloat16) > 0).sum())
+    return Atoms(atoms.weights[:kept], atoms.left[:kept], atoms.right[:kept])
 
 
 def atoms_of_factors(x: Tensor, d: Tensor) -> Atoms:

@@ -27,6 +27,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from isgq.codecs.eus_plan import usa
+from isgq.codecs.eus_sample import systematic
 
 _Reals = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
@@ -155,6 +159,21 @@ class Plan:
     bits: float
 
 
+def plan_of_atoms(spectrum: Spectrum, count: int, step: float) -> Plan:
+    """As many atoms as asked for, with one step: efficient unbiased sparsification of the spectrum."""
+    w = spectrum.weights
+    chosen = usa(torch.from_numpy(w), count) if len(w) else None
+    heavy, tau = (len(chosen.heavy), chosen.level) if chosen is not None else (0, 0.0)
+    code = np.full(2, np.abs(step_table() - step).argmin())
+    kappa = float(np.prod(1 + noise(code)) - 1)
+    light, sent = w[heavy:], count - heavy if tau else 0
+    variance = (
+        (w[:heavy] ** 2).sum() * kappa + (light * tau * (1 + kappa) - light**2).sum() if tau else kappa * (w**2).sum()
+    )
+    bits = curve(spectrum.outputs, spectrum.columns).bits[0] * (heavy + sent)
+    return Plan(heavy, np.tile(code, (heavy, 1)), code, tau, float(variance), float(bits))
+
+
 Planner = Callable[[Spectrum, float], Plan]
 """``(spectrum, slope) -> plan``; bits fall and variance grows with the slope."""
 
@@ -220,3 +239,35 @@ def _bisect(spectra: Sequence[Spectrum], planner: Planner, above: Callable[[list
         else:
             low = middle
     return energy * float(2.0**low), energy * float(2.0**high)
+
+
+def expected_bits(spectrum: Spectrum, plan: Plan, light: int) -> float:
+    """Bits of a plan of which so many light atoms were drawn."""
+    if not plan.tau:
+        return plan.bits
+    c = curve(spectrum.outputs, spectrum.columns)
+    surplus = light - spectrum.weights[plan.heavy :].sum() / plan.tau
+    return plan.bits + float(surplus * (c.bits[c.light] - ATOM_BITS))
+
+
+def draw(weights: torch.Tensor, plan: Plan, digest: int) -> tuple[_Ints, _Reals]:
+    """Atoms that are sent, heavy ones first, and their weights.
+
+    Light ones are drawn with probability ``w / tau``; where these sum to no integer, an atom that does not exist makes
+    up for what is missing, and is not sent.
+
+    Args:
+        weights: float64 ``[j]`` of the spectrum.
+        plan: of the same.
+        digest: names the draw.
+    """
+    index, light, weights = torch.arange(plan.heavy), weights[plan.heavy :], weights[: plan.heavy]
+    if plan.tau and light.numel():
+        expected = float(light.sum()) / plan.tau
+        count = max(1, math.ceil(expected - 1e-9))
+        pool = torch.cat([light, light.new_full((1,), max(0.0, count - expected) * plan.tau)])
+        drawn = systematic(pool, count, digest)
+        drawn = drawn[drawn < light.numel()]
+        index = torch.cat([index, plan.heavy + drawn])
+        weights = torch.cat([weights, weights.new_full((drawn.numel(),), plan.tau)])
+    return index.numpy(), weights.numpy()

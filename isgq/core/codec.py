@@ -4,7 +4,8 @@ A *direct* codec (:class:`Codec`) maps one tensor to a payload; a *pair* codec (
 of a gradient. Codecs are pure: no communication, no hidden state; the key is the only source of randomness.
 """
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -58,3 +59,50 @@ class PairCodec(Protocol):
     def decode_pair(self, payload: PairPayload) -> Factors | LowRank:
         """Rebuild both factors, or the gradient as a sum of outer products, on the device of the payload's contents."""
         ...
+
+
+@runtime_checkable
+class PlansTogether(Protocol):
+    """A codec of pairs that shares out the bytes of a step among all of a model's layers.
+
+    Attributes:
+        together: whether it does, by its options; otherwise ``encode_pair`` serves.
+    """
+
+    @property
+    def together(self) -> bool: ...  # noqa: D102
+
+    def prepare(self, factors: Factors, contract: Contract, key: Key) -> Any:
+        """What :meth:`encode_together` needs of a pair; or its payload, where nothing is to be shared out.
+
+        NonFiniteError on NaN or Inf.
+        """
+        ...
+
+    def encode_together(
+        self, prepared: Sequence[Any], overhead: int, say: Callable[[str], None]
+    ) -> Sequence[PairPayload]:
+        """Compress all pairs.
+
+        Args:
+            prepared: what :meth:`prepare` has made of each.
+            overhead: bytes that are sent besides the records, in the same step.
+            say: takes what the user should know, the same words for the same thing.
+        """
+        ...
+
+
+@runtime_checkable
+class OwnDigests(Protocol):
+    """A codec of pairs whose payloads have other digests than those of the keys' children ``"x"`` and ``"d"``."""
+
+    def digests(self, key: Key) -> tuple[int, int]:
+        """Digests of x and d (or zero), for a pair encoded with this key."""
+        ...
+
+
+def pair_digests(codec: PairCodec, key: Key) -> tuple[int, int]:
+    """What a receiver takes the digests of a pair for, so that they need not be sent."""
+    if isinstance(codec, OwnDigests):
+        return codec.digests(key)
+    return key.child("x").digest, key.child("d").digest

@@ -29,7 +29,16 @@ from isgq.core.errors import WireError
 from isgq.wire.entropy import CoderName
 from isgq.wire.layout import Layout, Record, read_layout, write_layout
 from isgq.wire.reader import Reader, References, text, varint
-from isgq.wire.record import Pieces, RecordFields, read_record, read_sizes, write_record, write_sizes
+from isgq.wire.record import (
+    Digests,
+    Pieces,
+    RecordFields,
+    digests_follow,
+    read_record,
+    read_sizes,
+    write_record,
+    write_sizes,
+)
 from isgq.wire.template import Form, Template, form_of
 
 MAGIC = b"IQ"
@@ -38,6 +47,9 @@ VERSION = 1
 _STANDS_ALONE = Template()
 _HEADER = struct.Struct("<2sBBI")
 _CHECKSUM_AT = 4
+
+FRAME_BYTES = _HEADER.size + 3
+"""What a message takes besides its records, if both sides know its names and layouts."""
 
 
 class Kind(enum.IntEnum):
@@ -69,7 +81,7 @@ def pack_message(
     records: Sequence[Record],
     *,
     coder: CoderName = "auto",
-    implied_digest: bool = False,
+    digests: Digests | None = None,
     template: Template | None = None,
 ) -> tuple[Tensor, list[int]]:
     """Write many payloads with one header and one checksum, saying once what they have in common.
@@ -77,8 +89,9 @@ def pack_message(
     Args:
         records: in an order that the receiver knows.
         coder: as for :func:`pack`.
-        implied_digest: leave out the digests, because the receiver can make them from its own keys. Zero digests stay
-            zero.
+        digests: what the receiver expects, as it makes it from its own keys: for every record one for all its parts, or
+            a pair of them for x and d. They are left out if they are those of the records (zero digests stay zero), and
+            written if not. In either case the message can be read with the same digests only.
         template: leave out what the receiver knows from the same template; a record may still differ from it.
 
     Returns:
@@ -88,7 +101,9 @@ def pack_message(
         CodecError: as for :func:`pack`.
         OptionError: as for :func:`pack`.
     """
-    return _write(Kind.IMPLIED if implied_digest else Kind.MESSAGE, records, coder, template or _STANDS_ALONE)
+    implied = digests is not None and all(map(digests_follow, records, digests))
+    kind = Kind.IMPLIED if implied else Kind.MESSAGE
+    return _write(kind, records, coder, template or _STANDS_ALONE, digests)
 
 
 def unpack(data: Tensor, *, device: torch.device | str = "cpu") -> Record:
@@ -111,7 +126,7 @@ def unpack(data: Tensor, *, device: torch.device | str = "cpu") -> Record:
 def unpack_message(
     data: Tensor,
     *,
-    digests: Sequence[int | Sequence[int]] | None = None,
+    digests: Digests | None = None,
     template: Template | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Record]:
@@ -119,8 +134,8 @@ def unpack_message(
 
     Args:
         data: uint8 ``[bytes]``, on any device; not kept.
-        digests: for every record one that all its parts share, or a pair of them for x and d; given if and only if the
-            message was written with ``implied_digest``.
+        digests: those that the message was written with, if any. Of a pair of digests, a record of one part has the
+            first.
         template: the one that the message was written with.
         device: where the payloads' tensors shall be.
 
@@ -134,12 +149,18 @@ def unpack_message(
     return [record.build(host, torch.device(device)) for record in records]
 
 
-def checksum(frame: memoryview, template: Template = _STANDS_ALONE) -> int:
-    """CRC-32 (as in zlib) of a frame without the checksum itself, begun with the checksum of its template."""
-    return zlib.crc32(frame[_HEADER.size :], zlib.crc32(frame[:_CHECKSUM_AT], template.checksum))
+def checksum(frame: memoryview, template: Template = _STANDS_ALONE, digests: Digests | None = None) -> int:
+    """CRC-32 (as in zlib) of a frame without the checksum itself, begun with its template's and that of its digests."""
+    known = template.checksum
+    for given in digests or ():
+        for digest in (given,) if isinstance(given, int) else given:
+            known = zlib.crc32(digest.to_bytes(8, "little"), known)
+    return zlib.crc32(frame[_HEADER.size :], zlib.crc32(frame[:_CHECKSUM_AT], known))
 
 
-def _write(kind: Kind, records: Sequence[Record], coder: CoderName, template: Template) -> tuple[Tensor, list[int]]:
+def _write(
+    kind: Kind, records: Sequence[Record], coder: CoderName, template: Template, digests: Digests | None = None
+) -> tuple[Tensor, list[int]]:
     names = {name: at for at, name in enumerate(template.names)}
     layouts = {layout: at for at, layout in enumerate(template.layouts)}
     new_layouts: Pieces = []
@@ -159,7 +180,7 @@ def _write(kind: Kind, records: Sequence[Record], coder: CoderName, template: Te
         *(varint(len(new_layouts)), *new_layouts),
         *(varint(len(bodies)), *(piece for body in bodies for piece in body)),
     ])
-    struct.pack_into("<I", frame, _CHECKSUM_AT, checksum(memoryview(frame), template))
+    struct.pack_into("<I", frame, _CHECKSUM_AT, checksum(memoryview(frame), template, digests))
     return torch.frombuffer(frame, dtype=torch.uint8), [sum(map(len, body)) for body in bodies]
 
 
@@ -169,18 +190,10 @@ def _on_host(data: Tensor) -> Tensor:
     return data.cpu().contiguous()
 
 
-def read_frame(
-    data: Tensor, digests: Sequence[int | Sequence[int]] | None, template: Template
-) -> tuple[Kind, list[RecordFields]]:
+def read_frame(data: Tensor, digests: Digests | None, template: Template) -> tuple[Kind, list[RecordFields]]:
     """Check the whole structure of a frame and say where its contents lie; WireError if it is malformed."""  # noqa: DOC501
     frame = data.numpy().data
-    kind = _read_header(frame, template)
-    if (kind is Kind.IMPLIED) != (digests is not None):
-        raise WireError(
-            "message leaves out its digests: pass digests=, one for each record"
-            if digests is None
-            else f"frame ({kind.name.lower()}) carries its own digests: none may be passed"
-        )
+    kind = _read_header(frame, template, digests)
     reader = Reader(frame, _HEADER.size)
     layouts = _read_layouts(reader, template)
     count = reader.varint("number of records")
@@ -192,7 +205,8 @@ def read_frame(
     records = []
     for index in range(count):
         layout, sizes = _read_form(reader, layouts, use, template.form(index))
-        records.append(read_record(reader, layout, sizes, None if digests is None else digests[index]))
+        implied = digests[index] if kind is Kind.IMPLIED and digests is not None else None
+        records.append(read_record(reader, layout, sizes, implied))
     use.finish()
     if reader.at != len(frame):
         raise WireError(f"frame ends at byte {reader.at}, {len(frame) - reader.at} more follow")
@@ -225,7 +239,7 @@ def _read_form(reader: Reader, layouts: Sequence[Layout], use: References, expec
     return form
 
 
-def _read_header(frame: memoryview, template: Template) -> Kind:
+def _read_header(frame: memoryview, template: Template, digests: Digests | None) -> Kind:
     """The kind of a frame; WireError on anything but a frame of this version, whole and undamaged."""  # noqa: DOC501
     if len(frame) < _HEADER.size:
         raise WireError(f"{len(frame)} bytes are no frame: its header alone has {_HEADER.size}")
@@ -236,9 +250,11 @@ def _read_header(frame: memoryview, template: Template) -> Kind:
         raise WireError(f"frame of version {version}, this is version {VERSION}: use the same isgq on every rank")
     if kind not in list(Kind):
         raise WireError(f"frame of kind {kind}; known: {', '.join(f'{k.value} {k.name.lower()}' for k in Kind)}")
-    if (actual := checksum(frame, template)) != crc:
+    if kind == Kind.IMPLIED and digests is None:
+        raise WireError("message leaves out its digests: pass digests=, one for each record")
+    if (actual := checksum(frame, template, digests)) != crc:
         raise WireError(
-            f"checksum is {actual:#010x}, the frame says {crc:#010x}: bytes were damaged or cut off, "
-            "or the frame was written with another template"
+            f"checksum is {actual:#010x}, the frame says {crc:#010x}: bytes were damaged or cut off, or the frame was "
+            "written with another template or other digests (those of another step, rank or seed)"
         )
     return Kind(kind)

@@ -28,6 +28,8 @@ from isgq.wire.layout import Layout, PartLayout, Record, TensorLayout, digests_o
 from isgq.wire.reader import Reader, varint
 
 Pieces = list[bytes | memoryview]
+Digests = Sequence[int | Sequence[int]]
+"""For every record one digest that all its parts share, or a pair of them for x and d."""
 _CODER_BITS = 3
 
 
@@ -218,6 +220,12 @@ class RecordFields:
         return PairPayload(self.layout.codec, *parts) if self.layout.pair else parts[0]
 
 
+def digests_follow(record: Record, expected: int | Sequence[int]) -> bool:
+    """Whether a record's digests are those expected, or zero."""
+    given = (expected, expected) if isinstance(expected, int) else expected
+    return all(part.digest in {0, digest} for part, digest in zip(parts_of(record), given, strict=False))
+
+
 def read_record(reader: Reader, layout: Layout, sizes: Sizes, implied: "int | Sequence[int] | None") -> RecordFields:
     """Read the structure of a record, comparing every length with the bytes there are, but no contents.
 
@@ -245,9 +253,9 @@ def _read_digests(reader: Reader, layout: Layout) -> list[int]:
 
 
 def _use_digests(layout: Layout, implied: "int | Sequence[int]") -> list[int]:
-    """The receiver's digests for each part that has one; WireError if there is another number of parts."""  # noqa: DOC501
-    given = [implied] * len(layout.parts) if isinstance(implied, int) else list(implied)
-    if len(given) != len(layout.parts):
+    """The receiver's digests for each part that has one; WireError if it has too few."""  # noqa: DOC501
+    given = [implied] * len(layout.parts) if isinstance(implied, int) else list(implied)[: len(layout.parts)]
+    if len(given) < len(layout.parts):
         raise WireError(f"record of codec {layout.codec!r} has {len(layout.parts)} parts, {len(given)} digests passed")
     return [digest if which else 0 for digest, which in zip(given, layout.digests, strict=True)]
 

@@ -7,7 +7,7 @@ begins with that of the template, so that reading with another one is an error a
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -26,13 +26,13 @@ class Template:
     Attributes:
         names: first entries of the table of names.
         layouts: first entries of the table of layouts.
-        forms: what the records of a message are expected to be, in their order.
+        forms: what the records of a message are expected to be, in their order; None where nothing is known.
         checksum: CRC-32 of the bytes that would say all this; 0 for the empty template.
     """
 
     names: tuple[str, ...] = ()
     layouts: tuple[Layout, ...] = ()
-    forms: tuple[Form, ...] = ()
+    forms: tuple[Form | None, ...] = ()
     checksum: int = 0
 
     @classmethod
@@ -42,17 +42,22 @@ class Template:
         Raises:
             CodecError: a record that could not be sent.
         """
+        return cls.of_forms(map(form_of, records))
+
+    @classmethod
+    def of_forms(cls, forms: Iterable[Form | None]) -> Self:
+        """The same from the records' forms; None for a record of which nothing is known."""
         names: dict[str, int] = {}
         layouts: dict[Layout, int] = {}
         said = []
-        forms = [form_of(record) for record in records]
-        for layout, sizes in forms:
+        forms = tuple(forms)
+        for layout, sizes in filter(None, forms):
             if layout not in layouts:
                 layouts[layout] = len(layouts)
                 said.append(write_layout(layout, names))
             said.append(varint(layouts[layout]) + write_sizes(sizes, layout))
         checksum = zlib.crc32(b"".join([*map(text, names), *said]))
-        return cls(tuple(names), tuple(layouts), tuple(forms), checksum)
+        return cls(tuple(names), tuple(layouts), forms, checksum)
 
     def form(self, index: int) -> Form | None:
         """What the record of this number is expected to be, if anything."""

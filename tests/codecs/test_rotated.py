@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.grad import conv2d_weight
 
 import isgq
-from isgq.codecs.rotated import Rotated, decompose, spectrum_of
+from isgq.codecs.rotated import Rotated, spectrum_of
+from isgq.codecs.rotation import decompose
 from isgq.core.errors import CodecError, NonFiniteError, OptionError, WireError
 from isgq.core.keys import Key, random_int32
 from isgq.core.payload import Factors, LowRank
@@ -105,7 +106,10 @@ def factors_of_many_directions():
 def test_mean_and_variance_are_as_stated(spec):
     codec, factors, samples = isgq.codec(spec), factors_of_many_directions(), 1500
     atoms = decompose(factors, linear_contract, KEY)
-    plan, true = codec.plan(spectrum_of(atoms)), whole(factors, linear_contract)
+    ([plan], _), true = (
+        codec.plans([spectrum_of(atoms)], codec.budget([spectrum_of(atoms)])),
+        whole(factors, linear_contract),
+    )
     assert plan.variance == codec.variance(factors, linear_contract)
     errors = torch.stack([
         rebuilt(codec.encode_atoms(atoms, plan, torch.float32, Key("w", step=step)), codec) - true

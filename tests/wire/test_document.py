@@ -23,7 +23,7 @@ def test_the_example_is_the_frame() -> None:
 
 
 def test_the_example_in_a_message() -> None:
-    data, sizes = pack_message([ternary()], implied_digest=True, template=Template.of([ternary()]))
+    data, sizes = pack_message([ternary()], digests=[ternary().digest], template=Template.of([ternary()]))
     assert sizes == [8]
     assert bytes(data[-8:].numpy()) == bytes.fromhex("00 0000003f 00 0f13")
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from isgq.core.errors import CodecError, IsgqError, OptionError, WireError
 from isgq.core.payload import PairPayload, Payload, Symbols
 from isgq.wire import Template, pack, pack_message, record, unpack, unpack_message
+from isgq.wire.format import Kind
 from isgq.wire.layout import DTYPES, Record
+from isgq.wire.record import Digests
 from tests.fuzz_wire import Frame, judge
 from tests.wire.records import ALPHABETS, assert_same, bits_of, examples, low_rank, pair, skewed, symbols, ternary
 
@@ -160,10 +162,11 @@ def test_sizes_are_those_of_the_records() -> None:
 def test_implied_digests_are_left_out_and_supplied() -> None:
     many = [ternary(), pair(7, 7), pair(11, 12), EXAMPLES["sparse"], pair(0, 7)]
     full, full_sizes = pack_message(many)
-    data, sizes = pack_message(many, implied_digest=True)
+    digests = [ternary().digest, 7, (11, 12), 99, (98, 7)]
+    data, sizes = pack_message(many, digests=digests)
     assert len(full) - len(data) == 8 * 5
     assert [a - b for a, b in zip(full_sizes, sizes, strict=True)] == [8, 8, 16, 0, 8]
-    back = unpack_message(data, digests=[ternary().digest, 7, (11, 12), 99, (98, 7)])
+    back = unpack_message(data, digests=digests)
     for before, after in zip(many, back, strict=True):
         assert_same(after, before)
 
@@ -172,37 +175,64 @@ def test_implied_digests_are_left_out_and_supplied() -> None:
     ("given_digests", "what"),
     [
         (None, "pass digests"),
-        ([1], "2 records, digests for 1"),
-        ([1, (2, 3), 4], "digests for 3"),
-        ([1, (2, 3, 4)], "has 2 parts, 3 digests"),
-        ([(1, 2), 3], "has 1 parts, 2 digests"),
+        ([ternary().digest, (11, 13)], "other digests"),
+        ([ternary().digest + 1, (11, 12)], "other digests"),
+        ([ternary().digest], "other digests"),
+        ([ternary().digest, (11, 12), 4], "other digests"),
     ],
 )
 def test_wrong_digests_are_refused(given_digests: list[int] | None, what: str) -> None:
-    data, _ = pack_message([ternary(), pair()], implied_digest=True)
+    data, _ = pack_message([ternary(), pair(11, 12)], digests=[ternary().digest, (11, 12)])
+    assert data[3] == Kind.IMPLIED
     with pytest.raises(WireError, match=what):
         unpack_message(data, digests=given_digests)
 
 
-def test_digests_for_a_message_that_carries_them_are_refused() -> None:
-    with pytest.raises(WireError, match="carries its own"):
-        unpack_message(pack_message([ternary()])[0], digests=[1])
+@pytest.mark.parametrize(
+    ("records", "digests", "what"),
+    [
+        ([ternary()], [], "1 records, digests for 0"),
+        ([ternary(), ternary()], [ternary().digest], "2 records, digests for 1"),
+        ([pair(11, 12)], [(11,)], "has 2 parts, 1 digests"),
+    ],
+)
+def test_too_few_digests_are_refused(records: list[Record], digests: Digests, what: str) -> None:
+    with pytest.raises(WireError, match=what):
+        unpack_message(pack_message(records, digests=digests)[0], digests=digests)
+
+
+def test_other_digests_than_the_expected_ones_are_sent() -> None:
+    """A message says them itself then, but can still be read with the same expectation only."""
+    data, _ = pack_message([pair(11, 12), ternary()], digests=[(11, 13), 5])
+    assert data[3] == Kind.MESSAGE
+    back = unpack_message(data, digests=[(11, 13), 5])
+    for before, after in zip([pair(11, 12), ternary()], back, strict=True):
+        assert_same(after, before)
+    for digests in (None, [(11, 12), 5]):
+        with pytest.raises(WireError, match="other digests"):
+            unpack_message(data, digests=digests)
+
+
+def test_a_record_of_one_part_takes_the_first_of_two_digests() -> None:
+    [back] = unpack_message(
+        pack_message([ternary()], digests=[(ternary().digest, 3)])[0], digests=[(ternary().digest, 3)]
+    )
+    assert_same(back, ternary())
 
 
 def test_a_small_message_is_nearly_all_content() -> None:
     """Header and structure of a message of three layers and some hundred bytes are below 5 %."""
     many = four_layers()
     template = Template.of([low_rank(*p.shape, 2, f"other step {i}") for i, p in enumerate(many)])
-    data, sizes = pack_message(many, implied_digest=True, template=template)
-    content = sum(len(pack_message([p], implied_digest=True, template=Template.of([p]))[0]) for p in many)
+    digests = [p.digest for p in many]
+    data, sizes = pack_message(many, digests=digests, template=template)
+    content = sum(len(pack_message([p], digests=[p.digest], template=Template.of([p]))[0]) for p in many)
     structure_each = 11 + 1 + 2 * 2  # frame and counts; form; coder and length of two streams
     content -= structure_each * len(many)
     assert 500 < content < 1000
     assert len(data) - content <= 0.05 * len(data)
     assert len(data) - sum(sizes) == 11
-    for before, after in zip(
-        many, unpack_message(data, template=template, digests=[p.digest for p in many]), strict=True
-    ):
+    for before, after in zip(many, unpack_message(data, template=template, digests=digests), strict=True):
         assert_same(after, before)
 
 

@@ -26,7 +26,7 @@ def frames() -> dict[str, bytes]:
     """File name and bytes of every golden frame."""
     out = {f"{name}.{coder}": pack(EXAMPLES[name], coder=coder) for name, coder in PAYLOADS}
     out["message"] = pack_message(MANY)[0]
-    out["message.template"] = pack_message(MANY, implied_digest=True, template=TEMPLATE)[0]
+    out["message.template"] = pack_message(MANY, digests=DIGESTS, template=TEMPLATE)[0]
     return {f"{name}.bin": bytes(data.numpy()) for name, data in out.items()}
 
 

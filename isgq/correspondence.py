@@ -1,0 +1,92 @@
+"""Messages between ranks that know one another: what both sides know is not said again.
+
+*Digests*: the receiver makes them from its own keys (rank, name, step). The checksum of a message covers them, so that
+a message of another step, rank or seed is an error and no wrong gradient. A codec whose digests are others sends them.
+
+*Forms*: codecs, names, shapes and sizes of a record are those of the last one of the same carrier and sender, unless
+the record says otherwise. Both sides learn a step's forms when it is applied, and neither does where it is refused, so
+they know the same as long as they are at the same step; if not, the checksum tells.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from isgq.core.errors import CodecError
+from isgq.core.keys import Key
+from isgq.records import Carrier, Record
+from isgq.wire import Template, pack_message, unpack_message
+from isgq.wire.template import Form, form_of
+
+_Address = tuple[int, int, str]
+
+
+class Correspondence:
+    """What this rank and those it hears from know of their messages."""
+
+    def __init__(self) -> None:
+        self._known: dict[_Address, Form] = {}
+        self._learned: dict[_Address, Form] = {}
+
+    def write(
+        self, carriers: Sequence[Carrier], records: Sequence[Record], keys: Sequence[Key]
+    ) -> tuple[Tensor, list[int]]:
+        """The message of these records, and the bytes of each.
+
+        Args:
+            carriers: of the records.
+            records: at least one.
+            keys: that the records were encoded with.
+        """
+        self._learn(carriers, keys, records)
+        return pack_message(records, digests=_digests(carriers, keys), template=self._template(carriers, keys))
+
+    def read(self, message: Tensor, carriers: Sequence[Carrier], keys: Sequence[Key]) -> Sequence[Record]:
+        """The records of a message; no bytes are none.
+
+        Args:
+            message: uint8 ``[bytes]``.
+            carriers: of the records that are expected.
+            keys: that their sender has encoded them with.
+
+        Raises:
+            WireError: the message is corrupt, or of another step or sender.
+            CodecError: there are more records than expected, or fewer.
+        """
+        if not carriers and not message.numel():
+            return []
+        if not carriers or not message.numel():
+            what = f"a message of {message.numel()} bytes" if message.numel() else "no message"
+            raise CodecError(f"{what} came for {len(carriers)} gradients")
+        records = unpack_message(message, digests=_digests(carriers, keys), template=self._template(carriers, keys))
+        self._learn(carriers, keys, records)
+        return records
+
+    def commit(self) -> None:
+        """The step was applied."""
+        self._known.update(self._learned)
+        self._learned.clear()
+
+    def rollback(self) -> None:
+        """The step was not applied."""
+        self._learned.clear()
+
+    def forget(self) -> None:
+        """Start anew, as all ranks do: the next messages describe themselves."""
+        self._known.clear()
+        self._learned.clear()
+
+    def _template(self, carriers: Sequence[Carrier], keys: Sequence[Key]) -> Template:
+        return Template.of_forms(map(self._known.get, _addresses(carriers, keys)))
+
+    def _learn(self, carriers: Sequence[Carrier], keys: Sequence[Key], records: Sequence[Record]) -> None:
+        self._learned.update(zip(_addresses(carriers, keys), map(form_of, records), strict=True))
+
+
+def _addresses(carriers: Sequence[Carrier], keys: Sequence[Key]) -> list[_Address]:
+    """Sender, server and name: another server, who may get the rows when shards change, has not heard of them."""
+    return [(key.rank, carrier.server, carrier.name) for carrier, key in zip(carriers, keys, strict=True)]
+
+
+def _digests(carriers: Sequence[Carrier], keys: Sequence[Key]) -> list[int | tuple[int, int]]:
+    return [carrier.digests(key) for carrier, key in zip(carriers, keys, strict=True)]
