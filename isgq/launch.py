@@ -155,6 +155,7 @@ def _run(
     np.random.seed()  # noqa: NPY002  # a forked process has its parent's numbers
     try:
         dist.init_process_group(rank=rank, **init)
+        dist.barrier()  # none may be done, and close its connections, before all have made theirs
         result = fn(*args)
         # Plain pickle: multiprocessing's own shares a tensor's memory, which is gone when this process is.
         report = pickle.dumps((True, result))

@@ -130,7 +130,7 @@ def test_the_frontier_trains_with_real_messages(tmp_path, capsys):
         "--rate",
         "0.05",
         "--sizes",
-        "2x200",
+        "2x1000",
         "--out",
         str(tmp_path / "f.json"),
     ]
@@ -147,4 +147,4 @@ def test_the_frontier_trains_with_real_messages(tmp_path, capsys):
         assert 0 < run["test_loss"] < 2.31
     shown = capsys.readouterr().out
     assert "simulated workers" in shown
-    assert shown.count("| 2x200 | 1 |") == len(methods)
+    assert shown.count("| 2x1000 | 1 |") == len(methods)
