@@ -136,9 +136,7 @@ def train(config: Config, run: Run) -> Summary:
     if run.aggregate == "async":
         return train_asynchronously(config, run)
     rank, checkpoint = dist.get_rank(), config.out / f"{run.name}.pt"
-    dataset = data.load(config.data, seed=config.seed)
-    dataset = dataset.standardized() if config.standardize else dataset
-    model = models.build(config.model, classes=dataset.classes, in_shape=dataset.in_shape, seed=config.seed)
+    dataset, model = load(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum)
     steps = len(dataset.train_y) // (run.batch * run.workers)  # an epoch; what is left over is dropped
     with instrument(model, config, run) as session:
@@ -181,6 +179,13 @@ def train(config: Config, run: Run) -> Summary:
     return summarise(config, run, (test_loss, accuracy), each, seconds)
 
 
+def load(config: Config) -> tuple[data.Dataset, nn.Module]:
+    """The data and a new model for them."""
+    dataset = data.load(config.data, seed=config.seed)
+    dataset = dataset.standardized() if config.standardize else dataset
+    return dataset, models.build(config.model, classes=dataset.classes, in_shape=dataset.in_shape, seed=config.seed)
+
+
 def instrument(model: nn.Module, config: Config, run: Run) -> isgq.Session:
     """The session of a run."""
     return isgq.instrument(
@@ -199,19 +204,16 @@ def instrument(model: nn.Module, config: Config, run: Run) -> isgq.Session:
 def train_asynchronously(config: Config, run: Run) -> Summary:
     """Train one run as its server or one of its workers; only the server's summary knows all."""
     rank = dist.get_rank()
-    dataset = data.load(config.data, seed=config.seed)
-    dataset = dataset.standardized() if config.standardize else dataset
-    model = models.build(config.model, classes=dataset.classes, in_shape=dataset.in_shape, seed=config.seed)
+    dataset, model = load(config)
     with instrument(model, config, run) as session:
         if session.serves:
             return serve(config, run, model, dataset, session)
-        alone = replace(run, workers=1)
-        for epoch in itertools.count():  # every worker in an order of its own, as fast as it can
-            for mine in shares(len(dataset.train_y), alone, 0, config.seed, epoch, order=rank):
-                loss = F.cross_entropy(model(dataset.train_x[mine]), dataset.train_y[mine])
-                loss.backward()  # type: ignore[no-untyped-call]  # the server has stepped, the model follows it
-                if session.done:
-                    break
+        # Every worker takes all samples, in an order of its own, as fast as it can.
+        alone, n = replace(run, workers=1), len(dataset.train_y)
+        epochs = (shares(n, alone, 0, config.seed, epoch, order=rank) for epoch in itertools.count())
+        for mine in itertools.chain.from_iterable(epochs):
+            loss = F.cross_entropy(model(dataset.train_x[mine]), dataset.train_y[mine])
+            loss.backward()  # type: ignore[no-untyped-call]  # the server has stepped, the model follows it
             if session.done:
                 break
     return summarise(config, run, (math.nan, math.nan), [math.nan] * 3, 0.0)
@@ -408,8 +410,7 @@ def check(config: Config) -> list[Run]:
         raise OptionError(
             "an asynchronous run depends on who comes first, so it has no checkpoints: leave --resume out"
         )
-    dataset = data.load(config.data, seed=config.seed)
-    models.build(config.model, classes=dataset.classes, in_shape=dataset.in_shape, seed=config.seed)
+    dataset, _ = load(config)
     runs = [
         Run(codec, workers, config.batch_of_each(workers), config.aggregate, config.down or "dense")
         for codec, workers in dict.fromkeys(itertools.product(config.codecs, config.workers))

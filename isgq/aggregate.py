@@ -166,11 +166,14 @@ class Gather:
         return self._headers(step, outgoing, self._messages, step.used)
 
     def _headers(self, step: Step, outgoing: Outgoing, messages: int, used: Sequence[bool]) -> list[Header]:
-        lengths = [message.numel() for message in outgoing.messages] or [0] * messages
-        mine = Header(outgoing.status, outgoing.parameter, step.number, step.digest, lengths, used).pack()
+        mine = header_of(step, outgoing, messages, used).pack()
         gathered = self._exchange.all_gather(mine, [mine.numel()] * self._exchange.world_size).wait()
+        return self._checked(step, outgoing, lambda: [Header.unpack(raw, len(used), messages) for raw in gathered])
+
+    def _checked(self, step: Step, outgoing: Outgoing, read: Callable[[], list[Header]]) -> list[Header]:
+        """Headers of which all are fine; or else this rank's own error, if it has one, is what theirs come from."""
         try:
-            headers = [Header.unpack(raw, len(used), messages) for raw in gathered]
+            headers = read()
             check_headers(headers, step.names)
         except Exception as refusal:
             self.rollback()
@@ -278,8 +281,7 @@ class TwoPass(Gather):
         means: dict[str, Tensor] = {}
         for server, message in enumerate(down):
             served = [carrier for carrier in replies if carrier.server == server]
-            for carrier, record in zip(served, self._read(step, served, message, server), strict=True):
-                scatter(carrier.rows, carrier.decode(record).reshape(-1), means)
+            decode_reply(served, self._read(step, served, message, server), means)
         return means
 
     def _reply(
@@ -326,6 +328,28 @@ def replies_of(carriers: Sequence[Carrier], down: Codec) -> list[DirectCarrier]:
         else:
             replies += [DirectCarrier(down, f"{rows.label}/down", [rows], carrier.server) for rows in carrier.rows]
     return replies
+
+
+def decode_reply(
+    carriers: Sequence[DirectCarrier], records: Sequence[Record], into: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """What a server's reply holds, as whole gradients by parameter name.
+
+    Args:
+        carriers: of the records.
+        records: the reply.
+        into: gradients that have rows from other servers; they are completed.
+    """
+    whole = {} if into is None else into
+    for carrier, record in zip(carriers, records, strict=True):
+        scatter(carrier.rows, carrier.decode(record).reshape(-1), whole)
+    return whole
+
+
+def header_of(step: Step, outgoing: Outgoing, messages: int, used: Sequence[bool]) -> Header:
+    """This rank's header, of so many messages."""
+    lengths = [message.numel() for message in outgoing.messages] or [0] * messages
+    return Header(outgoing.status, outgoing.parameter, step.number, step.digest, lengths, used)
 
 
 def once(log: Callable[[str], None]) -> Callable[[str], None]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from isgq.aggregate import NOTHING, Gather, Outgoing, Step, replies_of
+from isgq.aggregate import NOTHING, Gather, Outgoing, Step, decode_reply, header_of, replies_of
 from isgq.agreement import check_headers
 from isgq.choice import Choice
 from isgq.core.codec import Codec
@@ -31,7 +31,7 @@ from isgq.core.errors import ExchangeError, IsgqError, MismatchError, NonFiniteE
 from isgq.correspondence import Correspondence
 from isgq.exchange import Channel, Exchange
 from isgq.masters import masters
-from isgq.records import DirectCarrier, Record, scatter
+from isgq.records import scatter
 from isgq.wire.header import NO_PARAMETER, Header, Status, header_size
 
 SERVER = 0
@@ -75,15 +75,8 @@ class Worker(Gather):
         self.done = False
 
     def agree(self, step: Step, outgoing: Outgoing) -> list[Header]:
-        """This rank's header; PeerError where this rank cannot take part."""  # noqa: DOC501
-        lengths = [message.numel() for message in outgoing.messages] or [0]
-        header = Header(outgoing.status, outgoing.parameter, step.number, step.digest, lengths, step.used)
-        try:
-            check_headers([header], step.names)
-        except IsgqError as refusal:
-            self.rollback()
-            raise refusal from outgoing.error
-        return [header]
+        """This rank's header; PeerError where this rank cannot take part."""
+        return self._checked(step, outgoing, lambda: [header_of(step, outgoing, 1, step.used)])
 
     def _reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
         """Send, wait for the reply, follow the server. No mean is left for an optimizer to apply.
@@ -100,7 +93,7 @@ class Worker(Gather):
             check_headers([replace(header, step=step.number)], step.names)
             replies, theirs = replies_of(step.carriers, self._down), replace(step, number=header.step)
             records = self._read(theirs, replies, message, self._exchange.rank)
-            for name, change in decode(replies, records).items():
+            for name, change in decode_reply(replies, records).items():
                 self._replica[name] += change
         with torch.no_grad():
             for name, parameter in self._parameters.items():
@@ -115,14 +108,6 @@ class Worker(Gather):
         status = Status.FAILED if failed else Status.DONE
         with contextlib.suppress(ExchangeError):  # the server is gone itself, which whoever needs it has noticed
             self._channel.send(Header(status, NO_PARAMETER, step.number, step.digest, [0], step.used).pack())
-
-
-def decode(carriers: Sequence[DirectCarrier], records: Sequence[Record]) -> dict[str, Tensor]:
-    """The changes in a reply, by parameter name."""
-    changes: dict[str, Tensor] = {}
-    for carrier, record in zip(carriers, records, strict=True):
-        scatter(carrier.rows, carrier.decode(record).reshape(-1), changes)
-    return changes
 
 
 def open_message(data: Tensor, parameters: int) -> tuple[Header, Tensor]:
@@ -169,7 +154,7 @@ class Server:
         parameters: the trainable ones, by name; the optimizer's. They become float32 if they are less.
         channels: to every worker, by rank.
         exchange: which counts the channels' bytes.
-        log: told of workers that are lost.
+        say: told of workers that are lost.
     """
 
     def __init__(
@@ -179,11 +164,11 @@ class Server:
         parameters: Mapping[str, nn.Parameter],
         channels: Mapping[int, Channel],
         exchange: Exchange,
-        log: Callable[[str], None],
+        say: Callable[[str], None],
     ) -> None:
         for parameter in parameters.values():
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-        self._step, self._parameters, self._channels, self._log = step, parameters, channels, log
+        self._step, self._parameters, self._channels, self._say = step, parameters, channels, say
         self._bound, self._exchange = choice.max_staleness, exchange
         self._last: int | None = None
         self._replies = replies_of(step.carriers, choice.down)
@@ -234,9 +219,8 @@ class Server:
         for thread in threads:
             thread.join()
         if len(self.service.lost) == len(self._channels):
-            raise PeerError(
-                "all workers are lost: " + "; ".join(f"rank {w}: {e}" for w, e in self.service.lost.items())
-            )
+            reasons = "; ".join(f"rank {worker}: {reason}" for worker, reason in self.service.lost.items())
+            raise PeerError(f"all workers are lost: {reasons}")
         sent, received = before
         self.service.sent, self.service.received = self._exchange.sent - sent, self._exchange.received - received
         return self.service
@@ -276,7 +260,7 @@ class Server:
         if self._issued.pop(worker, None) is not None:
             self.service.lost[worker] = f"{type(error).__name__}: {error}"
             after = f"after {self.service.by_worker[worker]} gradients"
-            self._log(f"isgq: worker {worker} is lost {after}, the others go on: {self.service.lost[worker]}")
+            self._say(f"worker {worker} is lost {after}, the others go on: {self.service.lost[worker]}")
 
     def _next(self, workers: Iterable[int]) -> int | None:
         """Position of the first arrived gradient that can be applied so that all others can still be in time.
@@ -322,7 +306,8 @@ class Server:
         keys = replace(self._step, number=self.service.updates).keys(self._replies, worker)
         records = [carrier.encode(changes, key) for carrier, key in zip(self._replies, keys, strict=True)]
         message, _ = self._correspondence.write(self._replies, records, keys)
-        for name, change in decode(self._replies, self._correspondence.read(message, self._replies, keys)).items():
+        read = self._correspondence.read(message, self._replies, keys)
+        for name, change in decode_reply(self._replies, read).items():
             replica[name] += change
         self._correspondence.commit()
         return self._headed(Status.OK, message)

@@ -1,5 +1,6 @@
 """Which codecs a session uses for what, from the words that a user gives."""
 
+import functools
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ class Choice:
     aggregate: AggregateName
     max_staleness: int | None = None
 
-    @property
+    @functools.cached_property
     def settings(self) -> dict[str, str]:
         """What all ranks must have in common."""
         codecs = (spec_of(c) if c is not None else "dense" for c in (self.pair, self.direct))
@@ -46,7 +47,7 @@ class Choice:
             settings["max_staleness"] = str(self.max_staleness)
         return settings
 
-    @property
+    @functools.cached_property
     def spec(self) -> str:
         """The same as one string."""
         return ", ".join(f"{name}={value}" for name, value in self.settings.items())

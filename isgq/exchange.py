@@ -280,21 +280,20 @@ class Channel:
         Raises:
             ExchangeError: the other rank is gone, sends nothing within the group's timeout, or no sensible length.
         """
+        length = int(self._take(8).view(torch.int64))
+        if not 0 < length < _LONGEST:
+            raise self._failure(f"it announces a message of {length} bytes")
+        return self._take(length)
+
+    def _take(self, size: int) -> Tensor:
+        data = torch.empty(size, dtype=torch.uint8)
         try:
-            size = torch.empty(8, dtype=torch.uint8)
-            dist.recv(size, self._peer, group=self._group)
-            length = int(size.view(torch.int64))
-            if not 0 < length < _LONGEST:
-                raise self._failure(f"it announces a message of {length} bytes")
-            message = torch.empty(length, dtype=torch.uint8)
-            dist.recv(message, self._peer, group=self._group)
-        except ExchangeError:
-            raise
+            dist.recv(data, self._peer, group=self._group)
         except RuntimeError as error:
             raise self._failure(error) from error
         with _COUNTING:
-            self._exchange.received += 8 + length
-        return message
+            self._exchange.received += size
+        return data
 
     def _failure(self, error: RuntimeError | str) -> ExchangeError:
         return ExchangeError(f"rank {self._rank} is gone, or silent for longer than the group's timeout ({error})")

@@ -152,7 +152,8 @@ def _run(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    np.random.seed()  # noqa: NPY002  # a forked process has its parent's numbers
+    # All ranks are forked with the same numbers; this one's begin anew before it is anybody's, as in a fresh process.
+    np.random.seed()  # noqa: NPY002
     try:
         dist.init_process_group(rank=rank, **init)
         dist.barrier()  # none may be done, and close its connections, before all have made theirs

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from isgq.core.errors import MismatchError, OptionError
+from isgq.choice import check_option
+from isgq.core.errors import MismatchError
 from isgq.records import DirectCarrier, scatter
 
 ResizePolicy = Literal["error", "sum", "reset"]
@@ -33,8 +34,7 @@ def pick(states: Sequence[State], expected: Mapping[str, Any], rank: int, ranks:
         MismatchError: none fits.
         OptionError: unknown policy.
     """
-    if resize not in get_args(ResizePolicy):
-        raise OptionError(f"resize={resize!r} must be one of {', '.join(get_args(ResizePolicy))}")
+    check_option("resize", resize, get_args(ResizePolicy))
     if not states:
         raise MismatchError("there is no state to continue from")
     for name, value in expected.items():

@@ -316,8 +316,7 @@ class Session:
         if not self.plan.lines:
             self._make_plan()
         self._carriers = self._make_carriers(1)
-        log = self._log or warnings.warn
-        server = Server(self._step(), self._choice, self._parameters, self._channels, self._exchange, log)
+        server = Server(self._step(), self._choice, self._parameters, self._channels, self._exchange, self._say)
         return server.run(optimizer, on_update, updates)
 
     # ---- state and end
@@ -369,7 +368,7 @@ class Session:
         if own["world_size"] != ranks:
             memories, report = resized(states, self._shards, rank, ranks, resize)
             if rank == 0:
-                (self._log or warnings.warn)(f"isgq: {report}")
+                self._say(report)
         self._aggregate.load_memories(memories)
 
     def _shards(self, ranks: int) -> dict[str, Sequence[DirectCarrier]]:

@@ -1,6 +1,6 @@
 """Which of a session's codecs is for factors and which for gradients."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 from isgq.codecs.dithered import Dithered
 from isgq.codecs.exact import Exact
@@ -54,12 +54,7 @@ def remember(up: Codec, down: Codec, policy: MemoryPolicy) -> tuple[Codec, Codec
         up: of the workers.
         down: of the servers.
         policy: whose codec gets a memory.
-
-    Raises:
-        OptionError: unknown policy.
     """
-    if policy not in get_args(MemoryPolicy):
-        raise OptionError(f"memory={policy!r} must be one of {', '.join(get_args(MemoryPolicy))}")
     return (
         up if policy == "none" else _with_memory(up),
         down if policy != "both" else _with_memory(down),
