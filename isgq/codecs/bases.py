@@ -4,8 +4,8 @@ The singular vectors of a layer's gradients lie mostly in few directions, the sa
 each side of each layer this keeps
 
 * the second moment ``sum_a w_a (c_a c_a^T - diag(noise_a))`` of the decoded vectors: quantization noise is independent
-  of the vectors and of known variance, so what it adds is taken off; w_a = 1 / (1 + noise) trusts fine vectors more. Its
-  eigenvectors are the coordinates;
+  of the vectors and of known variance, so what it adds is taken off; ``w_a = 1 / (1 + noise)`` trusts fine vectors
+  more. Its eigenvectors are the coordinates;
 * the energies of later vectors in these coordinates, which no eigenvector was fitted to: averages by position, made
   falling by isotonic regression, and stored as codes. They decide steps and the model of the symbols.
 
