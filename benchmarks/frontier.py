@@ -10,10 +10,6 @@ header that a session sends before it, 17 bytes.
 
 Methods:
     dense                     float32, counted as 4 bytes a parameter
-    model:ratio=R             rotated, atoms and steps chosen for the whole model at once: one slope for all layers
-    model:nmse=E              the same, by the relative error of a worker's whole gradient
-    model:slope=S             the same, by the squared error that a bit takes away, one for all workers and steps: large
-                              gradients take more bytes
     powersgd:rank=R           PowerSGD with error feedback (Vogels, Karimireddy and Jaggi, 2019) as in torch's hook, one
                               warm-started power iteration, biases dense; counted as float32, without any header
     any other                 a codec of isgq; pair codecs take the factors, direct ones each parameter's gradient
@@ -37,10 +33,7 @@ from torch import Tensor, nn
 import data
 import isgq
 import models
-from isgq.codecs.rotated import Rotated, spectrum_of
-from isgq.codecs.rotation import decompose
-from isgq.codecs.rotation_plan import plan_at_slope, slope_for_bits, slope_for_variance
-from isgq.core.codec import Codec, PairCodec
+from isgq.core.codec import Codec, PairCodec, PlansTogether, learned_by, pair_digests
 from isgq.core.keys import Key, random_int32
 from isgq.core.payload import Factors, PairPayload, Payload
 from isgq.core.registry import codec, split_spec
@@ -51,7 +44,7 @@ from isgq.wire.template import Template
 
 MODEL, RATE, MOMENTUM = "fc:hidden=300-100", 0.02, 0.9
 _FRAME_BYTES = 33  # of a message besides its records: a frame's 16 and a session's 17
-METHODS = ("dense", "model:ratio=800", "isgq", "error_feedback(top_k:k=0.001)", "powersgd:rank=2")
+METHODS = ("dense", "rotated:ratio=800", "isgq", "error_feedback(top_k:k=0.001)", "powersgd:rank=2")
 Shares = Sequence[dict[str, Factors]]
 """For each worker, each unit's factors; their gradient is that of the worker's own mean loss."""
 Method = Callable[[Shares, int], tuple[dict[str, Tensor], float]]
@@ -103,8 +96,13 @@ Encode = Callable[[int, dict[str, Factors], int], tuple[list[Record], list[Key]]
 """``(worker, its factors, step) -> records, and the keys whose digests they have``."""
 
 
-def _messages(encode: Encode, close: Callable[[list[list[Record]]], dict[str, Tensor]], header: int) -> Method:
-    """Records of every worker over the wire, then ``close`` makes the mean."""
+def _messages(
+    encode: Encode,
+    close: Callable[[list[list[Record]]], dict[str, Tensor]],
+    header: int,
+    pair: PairCodec | None = None,
+) -> Method:
+    """Records of every worker over the wire, then ``close`` makes the mean. Receivers make the digests themselves."""
     templates: list[Template] = []
 
     def mean(shares: Shares, step: int) -> tuple[dict[str, Tensor], float]:
@@ -113,7 +111,7 @@ def _messages(encode: Encode, close: Callable[[list[list[Record]]], dict[str, Te
             records, keys = encode(worker, share, step)
             if not templates:
                 templates.append(Template.of(records))
-            digests = _digests(records, keys)
+            digests = [key.digest if pair is None else pair_digests(pair, key) for key in keys]
             message, _ = pack_message(records, digests=digests, template=templates[0])
             size += message.numel() + header
             received.append(unpack_message(message, digests=digests, template=templates[0]))
@@ -122,56 +120,32 @@ def _messages(encode: Encode, close: Callable[[list[list[Record]]], dict[str, Te
     return mean
 
 
-def _digests(records: Sequence[Record], keys: Sequence[Key]) -> list[int | list[int]]:
-    """What the receiver makes from its own keys; a pair codec of two parts uses a key for each."""
-    digests: list[int | list[int]] = []
-    for record, key in zip(records, keys, strict=True):
-        if isinstance(record, PairPayload) and record.codec != "rotated":
-            digests.append([key.child("x").digest, key.child("d").digest])
-        else:
-            digests.append(key.digest)
-    return digests
+def pairs(units: Sequence[Unit], pair: PairCodec, seed: int) -> Method:
+    """A pair codec on every unit; one that shares the bytes of a step out does so for each worker."""
+    learned = learned_by(pair)
 
-
-def pairs(units: Sequence[Unit], pair: PairCodec, seed: int, encode: Encode | None = None) -> Method:
-    """A pair codec on every unit, or another way to encode for it."""
-
-    def each(worker: int, share: dict[str, Factors], step: int) -> tuple[list[Record], list[Key]]:
+    def encode(worker: int, share: dict[str, Factors], step: int) -> tuple[list[Record], list[Key]]:
         keys = [Key(unit.name, seed, step, worker) for unit in units]
-        return [pair.encode_pair(share[u.name], u.contract, k) for u, k in zip(units, keys, strict=True)], keys
+        if not isinstance(pair, PlansTogether) or not pair.together:
+            return [pair.encode_pair(share[u.name], u.contract, k) for u, k in zip(units, keys, strict=True)], keys
+        prepared = [pair.prepare(share[u.name], u.contract, k) for u, k in zip(units, keys, strict=True)]
+        return list(pair.encode_together(prepared, _FRAME_BYTES, lambda _: None)), keys
 
     def close(received: list[list[Record]]) -> dict[str, Tensor]:
         mean = {}
         for unit, records in zip(units, zip(*received, strict=True), strict=True):
             flats = [unit.flat_gradient(pair.decode_pair(r)) for r in records if isinstance(r, PairPayload)]
             mean.update(_split(unit, torch.stack(flats).mean(0)))
+        if learned is not None:
+            learned.commit()
         return mean
 
-    return _messages(encode or each, close, _header_size(units))
+    return _messages(encode, close, _header_size(units), pair)
 
 
 def _header_size(units: Sequence[Unit]) -> int:
     names = [name for unit in units for name in (unit.name, unit.bias_name) if name is not None]
     return Header(Status.OK, 0, 0, 0, [0], [True] * len(names)).pack().numel()
-
-
-def whole_model(units: Sequence[Unit], seed: int, by: str, value: float) -> Method:
-    """Rotated with one slope for all layers: each worker spends its bytes where they take away most error."""
-    rotated = Rotated()
-    numel = sum(unit.weight.numel() + (unit.bias.numel() if unit.bias is not None else 0) for unit in units)
-
-    def encode(worker: int, share: dict[str, Factors], step: int) -> tuple[list[Record], list[Key]]:
-        keys = [Key(unit.name, seed, step, worker) for unit in units]
-        atoms = [decompose(share[u.name], u.contract, k) for u, k in zip(units, keys, strict=True)]
-        spectra = [spectrum_of(a) for a in atoms]
-        if by == "ratio":
-            slope = slope_for_bits(spectra, 32 * numel / value - 8 * _FRAME_BYTES)
-        else:
-            slope = value if by == "slope" else slope_for_variance(spectra, value * sum(s.energy for s in spectra))
-        plans = [plan_at_slope(s, slope) for s in spectra]
-        return [rotated.encode_atoms(a, p, torch.float32, k) for a, p, k in zip(atoms, plans, keys, strict=True)], keys
-
-    return pairs(units, rotated, seed, encode)
 
 
 def direct(units: Sequence[Unit], spec: str, workers: int, seed: int) -> Method:
@@ -223,15 +197,11 @@ def powersgd(units: Sequence[Unit], rank: int, seed: int) -> Method:
 def build(spec: str, units: Sequence[Unit], workers: int, seed: int) -> Method:
     """The method that a spec names."""
     name, _, options = split_spec(spec)
-    own = options if name in {"model", "powersgd"} else []
-    values = {field: float(value) for field, value in (option.split("=") for option in own)}
     if name == "dense":
         return dense(units)
     if name == "powersgd":
-        return powersgd(units, int(values["rank"]), seed)
-    if name == "model":
-        [(by, value)] = values.items()
-        return whole_model(units, seed, by, value)
+        [(_, rank)] = (option.split("=") for option in options)
+        return powersgd(units, int(rank), seed)
     pair, _ = isgq.choose_codecs(spec, None)
     return pairs(units, pair, seed) if pair is not None else direct(units, spec, workers, seed)
 

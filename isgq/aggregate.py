@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from isgq.agreement import check_headers
-from isgq.codecs.feedback import Remembering, memory_of
-from isgq.core.codec import Codec
+from isgq.codecs.feedback import memory_of
+from isgq.core.codec import Codec, PairCodec, Stateful, learned_by
 from isgq.core.errors import NonFiniteError
 from isgq.core.keys import Key
 from isgq.core.payload import Factors, LowRank
@@ -101,6 +101,7 @@ class Gather:
     Args:
         exchange: the transport.
         codec: the codec of gradients, whose memory follows the fate of each step; or None.
+        pair: the codec of factors, what it learns likewise; or None.
 
     Attributes:
         servers: how many ranks have a shard.
@@ -109,17 +110,17 @@ class Gather:
         down: bytes of this step's replies about each shard.
     """
 
-    def __init__(self, exchange: Exchange, codec: Codec | None = None) -> None:
+    def __init__(self, exchange: Exchange, codec: Codec | None = None, pair: PairCodec | None = None) -> None:
         self.servers, self.sizes = 1, Counter[str]()
         self.up: Sequence[int] = ()
         self.down: Sequence[int] = ()
-        self._memories: dict[str, Remembering] = {}
+        self._memories: dict[str, Stateful] = {}
         self._correspondence = Correspondence()
         self._exchange, self._messages = exchange, 1
-        self._remember("up", codec)
+        self._remember("up", memory_of(codec))
+        self._remember("common", learned_by(pair))
 
-    def _remember(self, where: str, codec: Codec | None) -> None:
-        memory = memory_of(codec)
+    def _remember(self, where: str, memory: Stateful | None) -> None:
         if memory is not None:
             self._memories[where] = memory
 
@@ -256,7 +257,7 @@ class TwoPass(Gather):
     def __init__(self, exchange: Exchange, codec: Codec | None, down: Codec, servers: int) -> None:
         super().__init__(exchange, codec)
         self.servers, self._down, self._messages = servers, down, exchange.world_size
-        self._remember("down", down)
+        self._remember("down", memory_of(down))
 
     def _pack(self, step: Step, records: Sequence[tuple[Carrier, Record]]) -> Outgoing:
         messages = []
@@ -304,7 +305,9 @@ class TwoPass(Gather):
             return Outgoing(status=Status.FAILED, error=error)
 
 
-def aggregation(mode: AggregateName, exchange: Exchange, up: Codec | None, down: Codec) -> Gather:
+def aggregation(
+    mode: AggregateName, exchange: Exchange, up: Codec | None, down: Codec, pair: PairCodec | None = None
+) -> Gather:
     """The aggregation of that name.
 
     Args:
@@ -313,9 +316,10 @@ def aggregation(mode: AggregateName, exchange: Exchange, up: Codec | None, down:
         exchange: the transport.
         up: the codec of gradients, or None.
         down: the codec of means; without effect for ``gather``.
+        pair: the codec of factors, or None.
     """
     if mode == "gather":
-        return Gather(exchange, up)
+        return Gather(exchange, up, pair)
     return TwoPass(exchange, up, down, servers=exchange.world_size if mode == "two_pass" else 1)
 
 

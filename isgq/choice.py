@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from isgq.aggregate import AggregateName
 from isgq.codecs.feedback import memory_of
 from isgq.codecs.roles import MemoryPolicy, choose_codecs, direct_codec, remember
-from isgq.core.codec import Codec, PairCodec
+from isgq.core.codec import Codec, PairCodec, learned_by
 from isgq.core.errors import OptionError
 from isgq.core.registry import AnyCodec, codec, spec_of
 
@@ -91,6 +91,10 @@ def choose(
     pair, direct = choose_codecs(spec, dense)
     if max_staleness is not None and aggregate != "async":
         raise OptionError(f"max_staleness={max_staleness} is for aggregate='async': nothing is stale otherwise")
+    if pair is not None and learned_by(pair) is not None and aggregate != "gather":
+        raise OptionError(
+            f"{spec_of(pair)} learns from what all ranks decode, with aggregate={aggregate!r} they do not: use 'gather'"
+        )
     return replace(_complete(pair, direct, scope, aggregate, down, memory), max_staleness=max_staleness)
 
 

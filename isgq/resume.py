@@ -98,6 +98,7 @@ def resized(
             for carrier in mine
             if any(rows.name in held for rows in carrier.rows)
         }
+    memories["common"] = dict(states[0]["memory"].get("common", {}))
     return memories, f"{came}: memories of norm {norm**0.5:.3g} are shared out anew"
 
 

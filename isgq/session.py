@@ -144,7 +144,7 @@ class Session:
     def _make_aggregate(self) -> Gather:
         choice = self._choice
         if choice.aggregate != "async":
-            return aggregation(choice.aggregate, self._exchange, choice.direct, choice.down)
+            return aggregation(choice.aggregate, self._exchange, choice.direct, choice.down, choice.pair)
         if self.serves:
             return Gather(self._exchange)
         return Worker(self._exchange, self._channels[SERVER], choice.direct, choice.down, self._parameters)

@@ -121,7 +121,7 @@ def test_a_wrong_name_is_a_usage_error(arguments, tmp_path, capsys):
 
 
 def test_the_frontier_trains_with_real_messages(tmp_path, capsys):
-    methods = ["dense", "exact", "model:ratio=100", "rotated:atoms=2", "qsgd", "powersgd:rank=2", "isgq"]
+    methods = ["dense", "exact", "rotated:ratio=100", "rotated:atoms=2", "qsgd", "powersgd:rank=2", "isgq"]
     options = [
         "--data",
         "mnist5k",
@@ -142,7 +142,7 @@ def test_the_frontier_trains_with_real_messages(tmp_path, capsys):
     assert runs["dense"]["bytes"] == 4 * 266610
     # sent without loss, the factors give the same gradients up to the order of sums
     assert runs["exact"]["test_loss"] == pytest.approx(runs["dense"]["test_loss"], rel=1e-3)
-    assert runs["model:ratio=100"]["compression"] == pytest.approx(100, rel=0.1)
+    assert runs["rotated:ratio=100"]["compression"] == pytest.approx(100, rel=0.1)
     for run in runs.values():
         assert 0 < run["test_loss"] < 2.31
     shown = capsys.readouterr().out

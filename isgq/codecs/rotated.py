@@ -8,6 +8,7 @@ Layout of the payload, all little-endian:
 
     x    shape (p,)    tensors["head"]   uint8: light (2 bytes), then for each heavy atom, and once for the light ones
                        if there are any: weight (bfloat16), step code of the left vector, of the right (a byte each)
+                       digest            with learned bases: what sender and receiver must have learned; else 0
     d    shape (o,)    tensors["code"]   uint8: symbols of all left vectors ``[k, o]``, then of all right ``[k, p]``
                        digest            from which the dithers are drawn again
 
@@ -16,20 +17,19 @@ A weight is rounded before it is sent, and the left vector is scaled by what the
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from isgq.codecs.bases import Bases, Known, nothing_known
 from isgq.codecs.dithered import Dithered
 from isgq.codecs.exact import Exact
 from isgq.codecs.rotation import Atoms, decompose
 from isgq.codecs.rotation_code import decode_symbols, dequantize, digits_for, encode_symbols, quantize
+from isgq.codecs.rotation_head import MOST_ATOMS, Head, light_of
 from isgq.codecs.rotation_plan import (
-    COARSEST,
-    FINEST_CODE,
     Plan,
     Spectrum,
     draw,
@@ -39,19 +39,14 @@ from isgq.codecs.rotation_plan import (
     plan_of_atoms,
     slope_for_bits,
     slope_for_variance,
-    step_table,
 )
+from isgq.codecs.rotation_sides import COARSEST, Ints, Reals, step_table
 from isgq.core.errors import CodecError, OptionError
 from isgq.core.keys import Key, uniform
 from isgq.core.payload import Contract, Factors, LowRank, PairPayload, Payload
 from isgq.core.registry import register_codec
 
-_Reals = npt.NDArray[np.float64]
-_Ints = npt.NDArray[np.int64]
-
 _EXACT, _DITHERED = Exact(), Dithered(levels=1, bucket="row")
-_ENTRY, _COUNT = 4, 2  # bytes of the head
-_MOST_ATOMS = (1 << 16) - 1
 _EXPANSION = 512  # symbols that a byte may stand for: an entry takes 0.2 bits or more
 _FRAMING = 8  # bytes of a record's form and sizes, about
 _NMSE = 1.0  # where no option says how much is sent
@@ -60,40 +55,11 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
-    """The head of a payload: one row an atom, heavy ones first.
-
-    Attributes:
-        weights: ``[k]``, values that bfloat16 has.
-        codes: ``[k, 2]`` step codes, left and right.
-        light: how many of them are light: they share weight and codes.
-    """
-
-    weights: _Reals
-    codes: _Ints
-    light: int
-
-    def steps(self) -> _Reals:
-        """Steps of the left vectors, then of the right, in units of their root mean square: ``[2 k]``."""
-        steps: _Reals = step_table()[self.codes.T.reshape(-1)]
-        return steps
-
-    def group(self, outputs: int, columns: int) -> _Ints:
-        """Which of the steps each symbol has: ``[k (outputs + columns)]``."""
-        count = len(self.weights)
-        return np.repeat(np.arange(2 * count), np.repeat([outputs, columns], count))
-
-    def digits(self, outputs: int, columns: int) -> int:
-        """Digits of the largest symbol that there can be."""
-        finest = step_table()[self.codes].min(initial=COARSEST)
-        return digits_for(_OVERSHOOT * math.sqrt(max(outputs, columns)) / finest)
-
-
-@dataclass(frozen=True, slots=True)
 class Prepared:
     """A gradient that is decomposed but not yet planned."""
 
     atoms: Atoms
+    known: Known
     dtype: torch.dtype
     key: Key
 
@@ -121,6 +87,9 @@ class Rotated:
             more aggressive.
         mode: ``"unbiased"``, or ``"mmse"``: the least error that the bytes allow, without any randomness. What is left
             out is biased, so this is for one worker, for files, or with error feedback. Not with ``atoms``.
+        bases: ``"learned"`` sends vectors in coordinates that all ranks learn from what they have decoded
+            (:mod:`isgq.codecs.bases`): half the error for the same bytes. They are part of a session's state. Only
+            where all ranks decode all messages (``aggregate="gather"``), and with ``mode="unbiased"``.
     """
 
     ratio: float | None = None
@@ -131,6 +100,8 @@ class Rotated:
     bytes_per_step: float | None = None
     share: Literal["model", "layer"] = "model"
     mode: Literal["unbiased", "mmse"] = "unbiased"
+    bases: Literal["standard", "learned"] = "standard"
+    learned: Bases = field(default_factory=Bases, init=False, repr=False, compare=False)
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -145,14 +116,18 @@ class Rotated:
             raise OptionError(f"ratio={self.ratio} of rotated must be 1 or more")
         if self.mode not in {"unbiased", "mmse"}:
             raise OptionError(f"mode is {self.mode!r}, must be 'unbiased' or 'mmse'")
+        if self.bases not in {"standard", "learned"}:
+            raise OptionError(f"bases is {self.bases!r}, must be 'standard' or 'learned'")
+        if self.bases == "learned" and self.mode == "mmse":
+            raise OptionError("rotated:bases=learned is for mode=unbiased")
         if self.mode == "mmse" and self.atoms is not None:
             raise OptionError("rotated:mode=mmse takes ratio or nmse: it needs no number of atoms")
         if self.nmse is not None and not 0 < self.nmse < math.inf:
             raise OptionError(f"nmse={self.nmse} of rotated must be positive")
         if not 0 < self.cap < math.inf:
             raise OptionError(f"cap={self.cap} of rotated must be positive")
-        if self.atoms is not None and not 1 <= self.atoms <= _MOST_ATOMS:
-            raise OptionError(f"atoms={self.atoms} of rotated must be in 1 .. {_MOST_ATOMS}")
+        if self.atoms is not None and not 1 <= self.atoms <= MOST_ATOMS:
+            raise OptionError(f"atoms={self.atoms} of rotated must be in 1 .. {MOST_ATOMS}")
         if not step_table()[-1] <= self.step <= COARSEST:
             raise OptionError(f"step={self.step} of rotated must be in {step_table()[-1]:.0e} .. {COARSEST}")
 
@@ -162,8 +137,18 @@ class Rotated:
         return self.mode == "unbiased"
 
     def digests(self, key: Key) -> tuple[int, int]:
-        """That of d alone is used, and is the key's own."""
-        return 0, key.digest
+        """What is known of the layer, and the key's own."""
+        return self.common.address(key.name) if self.common else 0, key.digest
+
+    @property
+    def common(self) -> Bases | None:
+        """The learned bases."""
+        return self.learned if self.bases == "learned" else None
+
+    def known(self, name: str, atoms: Atoms) -> Known:
+        """What sender and receiver know of the layer."""
+        sizes = atoms.left.shape[1], atoms.right.shape[1]
+        return self.common.of(name, *sizes) if self.common else nothing_known(*sizes)
 
     # ---- encoding
 
@@ -178,8 +163,10 @@ class Rotated:
             x, d = _EXACT.encode(factors.x, key), _DITHERED.encode(factors.d, key)
             return PairPayload(self.name, x, d)
         atoms = decompose(factors, contract, key)
-        [plan], _ = self.plans([spectrum_of(atoms)], self.budget([spectrum_of(atoms)]))
-        return self.encode_atoms(atoms, plan, factors.d.dtype, key)
+        known = self.known(key.name, atoms)
+        spectra = [spectrum_of(atoms, known)]
+        [plan], _ = self.plans(spectra, self.budget(spectra))
+        return self.encode_atoms(atoms, plan, factors.d.dtype, key, known)
 
     @property
     def together(self) -> bool:
@@ -195,7 +182,8 @@ class Rotated:
         """
         if not factors.x.is_floating_point():
             return self.encode_pair(factors, contract, key)
-        return Prepared(decompose(factors, contract, key), factors.d.dtype, key)
+        atoms = decompose(factors, contract, key)
+        return Prepared(atoms, self.known(key.name, atoms), factors.d.dtype, key)
 
     @torch.no_grad()
     def encode_together(
@@ -206,18 +194,18 @@ class Rotated:
         How many bits entries take depends on how they are distributed. So that a budget is kept, the plan is tried out,
         with other random numbers so that nothing becomes biased, and made again for as much more or less.
         """
-        spectra = [spectrum_of(each.atoms) for each in prepared]
+        spectra = [spectrum_of(each.atoms, each.known) for each in prepared]
         bits = self.budget(spectra, overhead)
         plans, capped = self.plans(spectra, bits)
         if bits is not None and not capped:
             trial = [
-                self.encode_atoms(p.atoms, plan, p.dtype, p.key.child("trial"))
+                self.encode_atoms(p.atoms, plan, p.dtype, p.key.child("trial"), p.known)
                 for p, plan in zip(prepared, plans, strict=True)
             ]
             taken = 8 * sum(
                 each.x.tensors["head"].numel() + each.d.tensors["code"].numel() + _FRAMING for each in trial
             )
-            light = [int.from_bytes(_raw(each.x, "head")[:_COUNT], "little") for each in trial]
+            light = [light_of(_raw(each.x, "head")) for each in trial]
             expected = math.fsum(map(expected_bits, spectra, plans, light))
             plans, capped = self.plans(spectra, bits * expected / taken)
         if capped:
@@ -226,7 +214,9 @@ class Rotated:
                 f"rotated:{asked} would leave an error of more than cap={self.cap} times the squared gradient, so more "
                 "bytes are sent"
             )
-        return [self.encode_atoms(p.atoms, plan, p.dtype, p.key) for p, plan in zip(prepared, plans, strict=True)]
+        return [
+            self.encode_atoms(p.atoms, plan, p.dtype, p.key, p.known) for p, plan in zip(prepared, plans, strict=True)
+        ]
 
     def budget(self, spectra: Sequence[Spectrum], overhead: int = 0) -> float | None:
         """Bits for the records of these gradients together, if the options say how many; may be negative.
@@ -237,7 +227,7 @@ class Rotated:
         """
         size = self.bytes_per_step
         if self.ratio is not None:
-            size = 4 * sum(spectrum.outputs * spectrum.columns for spectrum in spectra) / self.ratio
+            size = 4 * sum(spectrum.left.size * spectrum.right.size for spectrum in spectra) / self.ratio
         return None if size is None else 8 * (size - overhead)
 
     def plans(self, spectra: Sequence[Spectrum], bits: float | None = None) -> tuple[list[Plan], bool]:
@@ -262,15 +252,20 @@ class Rotated:
     def variance(self, factors: Factors, contract: Contract) -> float:
         """Expected squared error of gradient and bias gradient: closed form, exact but for the weights' rounding.
 
+        With learned bases, that of a layer of which nothing is known yet.
+
         Args:
             factors: floating-point.
             contract: of the layer.
         """
-        spectra = [spectrum_of(decompose(factors, contract, Key("variance")))]
+        atoms = decompose(factors, contract, Key("variance"))
+        spectra = [spectrum_of(atoms, nothing_known(atoms.left.shape[1], atoms.right.shape[1]))]
         [plan], _ = self.plans(spectra, self.budget(spectra))
         return plan.variance
 
-    def encode_atoms(self, atoms: Atoms, plan: Plan, dtype: torch.dtype, key: Key) -> PairPayload:
+    def encode_atoms(
+        self, atoms: Atoms, plan: Plan, dtype: torch.dtype, key: Key, known: Known | None = None
+    ) -> PairPayload:
         """Draw the light atoms, quantize and code all that are sent.
 
         Args:
@@ -278,29 +273,33 @@ class Rotated:
             plan: for their spectrum, by whatever rule.
             dtype: of the gradient.
             key: of the tensor.
+            known: of the layer, if not by the key's name.
         """
+        known = known or self.known(key.name, atoms)
         digest = key.digest
         index, weights = draw(atoms.weights.cpu(), plan, digest)
         light = len(index) - plan.heavy
         codes = np.concatenate([plan.codes, np.tile(plan.light_codes, (light, 1))])
         rounded = torch.tensor(weights).to(torch.bfloat16)
-        sent = _Sent(rounded.double().numpy(), codes, light)
+        head = Head(rounded.double().numpy(), codes, light)
+        chosen = torch.from_numpy(index)
         left, right = (
-            side[torch.from_numpy(index).to(side.device)].cpu().numpy() for side in (atoms.left, atoms.right)
+            side.turn(vectors[chosen.to(vectors.device)].cpu()).numpy()
+            for side, vectors in ((known.left, atoms.left), (known.right, atoms.right))
         )
-        left = left * (weights / sent.weights)[:, None]
+        left = left * (weights / head.weights)[:, None]
         entries = np.concatenate([(v * math.sqrt(v.shape[1])).reshape(-1) for v in (left, right)])
         outputs, columns = left.shape[1], right.shape[1]
-        steps, group = sent.steps(), sent.group(outputs, columns)
+        ladder = _ladder(codes, known)
         dither = _dither(digest, len(index), outputs, columns) if self.unbiased else None
-        symbols = quantize(entries / steps[group], dither)
-        code = encode_symbols(symbols, dither, group, steps, sent.digits(outputs, columns))
-        head = torch.frombuffer(bytearray(_write_head(sent)), dtype=torch.uint8)
+        symbols = quantize(entries / ladder.steps[ladder.group], dither)
+        code = encode_symbols(symbols, dither, ladder.group, ladder.relative, ladder.digits)
+        packed = torch.frombuffer(bytearray(head.pack()), dtype=torch.uint8)
         body = torch.frombuffer(bytearray(code), dtype=torch.uint8) if code else torch.empty(0, dtype=torch.uint8)
         device = atoms.left.device
         return PairPayload(
             self.name,
-            Payload(self.name, (columns,), dtype, {}, {"head": head.to(device)}),
+            Payload(self.name, (columns,), dtype, {}, {"head": packed.to(device)}, known.address),
             Payload(self.name, (outputs,), dtype, {}, {"code": body.to(device)}, digest if self.unbiased else 0),
         )
 
@@ -318,60 +317,72 @@ class Rotated:
         if payload.x.codec != self.name:
             return Factors(_EXACT.decode(payload.x), _DITHERED.decode(payload.d))
         [columns], [outputs] = _one_size(payload.x), _one_size(payload.d)
+        known = self._known_at(payload.x.digest, outputs, columns)
         code = _raw(payload.d, "code")
-        sent = _read_head(_raw(payload.x, "head"))
-        count = len(sent.weights) * (outputs + columns)
+        head = Head.unpack(_raw(payload.x, "head"))
+        count = len(head.weights) * (outputs + columns)
         if count > _EXPANSION * (len(code) + 64):
             raise CodecError(f"{len(code)} bytes of a rotated payload cannot hold {count} symbols")
-        steps, group = sent.steps(), sent.group(outputs, columns)
-        dither = _dither(payload.d.digest, len(sent.weights), outputs, columns) if self.unbiased else None
-        symbols = decode_symbols(code, dither, group, steps, sent.digits(outputs, columns))
-        entries = dequantize(symbols, dither, group, steps)
-        split = len(sent.weights) * outputs
-        left = entries[:split].reshape(-1, outputs) * (sent.weights / math.sqrt(max(outputs, 1)))[:, None]
-        right = entries[split:].reshape(-1, columns) / math.sqrt(max(columns, 1))
+        ladder = _ladder(head.codes, known)
+        dither = _dither(payload.d.digest, len(head.weights), outputs, columns) if self.unbiased else None
+        symbols = decode_symbols(code, dither, ladder.group, ladder.relative, ladder.digits)
+        entries = dequantize(symbols, dither, ladder.group, ladder.steps)
+        split = len(head.weights) * outputs
+        left, right = entries[:split].reshape(-1, outputs), entries[split:].reshape(-1, columns)
+        if self.common:
+            self.common.hear(known, left, right, head.codes)
+        left, right = (
+            side.turn_back(torch.from_numpy(v)).numpy() for side, v in ((known.left, left), (known.right, right))
+        )
+        left = left * (head.weights / math.sqrt(max(outputs, 1)))[:, None]
+        right = right / math.sqrt(max(columns, 1))
         device = payload.d.tensors["code"].device
         # Decoded values reach beyond the vector by half a step, which may be beyond float32.
         sides = (torch.from_numpy(v).clamp_(-_LARGEST, _LARGEST).float().to(device) for v in (left, right))
         return LowRank(*sides)
 
+    def _known_at(self, address: int, outputs: int, columns: int) -> Known:
+        if self.common:
+            return self.common.at(address, outputs, columns)
+        if address:
+            raise CodecError("a rotated payload was encoded with bases=learned, this codec has bases=standard")
+        return nothing_known(outputs, columns)
 
-def spectrum_of(atoms: Atoms) -> Spectrum:
-    """The weights of atoms, on the host."""
-    return Spectrum(atoms.weights.cpu().numpy(), atoms.left.shape[1], atoms.right.shape[1])
+
+@dataclass(frozen=True, slots=True)
+class _Ladder:
+    """Steps that occur in a payload, the same in units of root mean squares, which each entry has, and digits."""
+
+    steps: Reals
+    relative: Reals
+    group: Ints
+    digits: int
 
 
-def _dither(digest: int, count: int, outputs: int, columns: int) -> _Reals:
+def _ladder(codes: Ints, known: Known) -> _Ladder:
+    """For all left vectors, then all right ones, with these step codes ``[k, 2]``."""
+    left, right = known.left.ladder(codes[:, 0]), known.right.ladder(codes[:, 1])
+    steps = np.concatenate([left[0], right[0]])
+    longest = math.sqrt(max(known.left.size, known.right.size))
+    return _Ladder(
+        steps,
+        np.concatenate([left[1], right[1]]),
+        np.concatenate([left[2], right[2] + len(left[0])]),
+        digits_for(_OVERSHOOT * longest / steps.min(initial=COARSEST)),
+    )
+
+
+def spectrum_of(atoms: Atoms, known: Known | None = None) -> Spectrum:
+    """The weights of atoms, on the host, and the sides that their vectors have."""
+    known = known or nothing_known(atoms.left.shape[1], atoms.right.shape[1])
+    return Spectrum(atoms.weights.cpu().numpy(), known.left, known.right)
+
+
+def _dither(digest: int, count: int, outputs: int, columns: int) -> Reals:
     """Dither of all symbols, in their order."""
     parts = [uniform(digest, "rotated.left", (count * outputs,)), uniform(digest, "rotated.right", (count * columns,))]
-    dither: _Reals = torch.cat(parts).double().numpy()
+    dither: Reals = torch.cat(parts).double().numpy()
     return dither
-
-
-def _write_head(sent: _Sent) -> bytes:
-    entries = len(sent.weights) - max(sent.light - 1, 0)
-    weights = torch.from_numpy(sent.weights[:entries]).to(torch.bfloat16).view(torch.int16).numpy().astype("<i2")
-    rows = np.concatenate([weights.view(np.uint8).reshape(-1, 2), sent.codes[:entries].astype(np.uint8)], 1)
-    return sent.light.to_bytes(_COUNT, "little") + rows.tobytes()
-
-
-def _read_head(head: bytes) -> _Sent:
-    entries, rest = divmod(len(head) - _COUNT, _ENTRY)
-    if entries < 0 or rest:
-        raise CodecError(f"head of a rotated payload has {len(head)} bytes, must be {_COUNT} and {_ENTRY} an entry")
-    light = int.from_bytes(head[:_COUNT], "little")
-    if light and not entries:
-        raise CodecError(f"head of a rotated payload has {light} light atoms and no entry for them")
-    rows = np.frombuffer(head[_COUNT:], dtype=np.uint8).reshape(entries, _ENTRY)
-    raw = np.ascontiguousarray(rows[:, :2]).view("<i2").reshape(-1).astype(np.int16)
-    weights = torch.from_numpy(raw).view(torch.bfloat16).double().numpy()
-    codes = rows[:, 2:].astype(np.int64)
-    if not (np.isfinite(weights) & (weights > 0)).all() or (codes > FINEST_CODE).any():
-        raise CodecError(f"head of a rotated payload has weights {weights} and step codes {codes.tolist()}")
-    repeats = np.ones(entries, dtype=np.int64)
-    if light:
-        repeats[-1] = light
-    return _Sent(np.repeat(weights, repeats), np.repeat(codes, repeats, axis=0), light)
 
 
 def _one_size(payload: Payload) -> tuple[int, ...]:

@@ -25,12 +25,9 @@ import math
 
 import constriction
 import numpy as np
-import numpy.typing as npt
 
+from isgq.codecs.rotation_sides import Ints, Reals
 from isgq.core.errors import CodecError
-
-_Reals = npt.NDArray[np.float64]
-_Ints = npt.NDArray[np.int64]
 
 _TOTAL = 1 << 24
 _INVERSE_SCALE = float(np.sqrt(2.0))
@@ -44,14 +41,14 @@ DEAD_ZONE = 0.15
 _FAMILY = constriction.stream.model.Categorical(perfect=False)
 
 
-def quantize(x: _Reals, dither: _Reals | None) -> _Ints:
+def quantize(x: Reals, dither: Reals | None) -> Ints:
     """Symbols of entries in steps ``[n]``; without a dither, with the dead zone."""
     y, zone = (x, DEAD_ZONE) if dither is None else (x + dither, 0.0)
-    symbols: _Ints = (np.sign(y) * np.floor(np.abs(y) + (0.5 - zone))).astype(np.int64)
+    symbols: Ints = (np.sign(y) * np.floor(np.abs(y) + (0.5 - zone))).astype(np.int64)
     return symbols
 
 
-def dequantize(symbols: _Ints, dither: _Reals | None, group: _Ints, steps: _Reals) -> _Reals:
+def dequantize(symbols: Ints, dither: Reals | None, group: Ints, steps: Reals) -> Reals:
     """Entries ``[n]``, in units of their root mean square; see :func:`encode_symbols` for the arguments."""
     if dither is not None:
         return (symbols - dither) * steps[group]
@@ -63,7 +60,7 @@ def dequantize(symbols: _Ints, dither: _Reals | None, group: _Ints, steps: _Real
     return np.where(symbols == 0, 0.0, np.sign(symbols) * inner * steps[group])
 
 
-def _decay(x: _Reals) -> _Reals:
+def _decay(x: Reals) -> Reals:
     """``exp(-x)`` for x >= 0, to 1e-10, from products and sums alone: ``2**-k`` times a Taylor sum."""
     y = x * _LOG2_E
     whole = np.floor(y)
@@ -75,7 +72,7 @@ def _decay(x: _Reals) -> _Reals:
     return np.ldexp(total, -np.minimum(whole, 1000.0).astype(np.int32))
 
 
-def _signs(exponents: _Reals, group: _Ints, dither: _Reals | None) -> _Reals:
+def _signs(exponents: Reals, group: Ints, dither: Reals | None) -> Reals:
     """Frequencies less 1 (the coder adds 1 to each) of the signs -, 0, +: ``[n, 3]``."""
     frequencies = np.empty((len(group), 3))
     below, zero, above = frequencies.T
@@ -94,14 +91,14 @@ def _signs(exponents: _Reals, group: _Ints, dither: _Reals | None) -> _Reals:
     return frequencies
 
 
-def _digits(exponents: _Reals, digits: int) -> _Reals:
+def _digits(exponents: Reals, digits: int) -> Reals:
     """Frequencies less 1 of the digits 0 and 1 of each place and group: ``[digits, g, 2]``."""
     odds = _decay(exponents * np.ldexp(1.0, np.arange(digits))[:, None])
     one = np.clip(np.floor(odds / (1 + odds) * _TOTAL), 1, _TOTAL / 2)
     return np.stack([_TOTAL - one, one], 2) - 1
 
 
-def encode_symbols(symbols: _Ints, dither: _Reals | None, group: _Ints, steps: _Reals, digits: int) -> bytes:
+def encode_symbols(symbols: Ints, dither: Reals | None, group: Ints, steps: Reals, digits: int) -> bytes:
     """Write symbols.
 
     Args:
@@ -125,11 +122,11 @@ def encode_symbols(symbols: _Ints, dither: _Reals | None, group: _Ints, steps: _
     for place in reversed(range(digits)):
         coder.encode_reverse((magnitudes >> place & 1).astype(np.int32), _FAMILY, tables[place][large])
     coder.encode_reverse(np.sign(symbols).astype(np.int32) + 1, _FAMILY, _signs(exponents, group, dither))
-    words: npt.NDArray[np.uint32] = coder.get_compressed()
-    return words.astype("<u4").tobytes().rstrip(b"\0")
+    code: bytes = coder.get_compressed().astype("<u4").tobytes().rstrip(b"\0")
+    return code
 
 
-def decode_symbols(data: bytes, dither: _Reals | None, group: _Ints, steps: _Reals, digits: int) -> _Ints:
+def decode_symbols(data: bytes, dither: Reals | None, group: Ints, steps: Reals, digits: int) -> Ints:
     """Inverse of :func:`encode_symbols`: symbols ``[n]``.
 
     Raises:
@@ -139,7 +136,7 @@ def decode_symbols(data: bytes, dither: _Reals | None, group: _Ints, steps: _Rea
         raise CodecError("code of a rotated payload ends in a zero byte, which an encoder would have left off")
     words = np.frombuffer(data + bytes(-len(data) % 4), dtype="<u4").astype(np.uint32)
     coder, exponents = constriction.stream.stack.AnsCoder(words), steps * _INVERSE_SCALE
-    symbols: _Ints = coder.decode(_FAMILY, _signs(exponents, group, dither)).astype(np.int64) - 1
+    symbols: Ints = coder.decode(_FAMILY, _signs(exponents, group, dither)).astype(np.int64) - 1
     nonzero = symbols != 0
     magnitudes, tables, large = np.ones(int(nonzero.sum()), dtype=np.int64), _digits(exponents, digits), group[nonzero]
     for place in range(digits):

@@ -31,15 +31,7 @@ import torch
 
 from isgq.codecs.eus_plan import usa
 from isgq.codecs.eus_sample import systematic
-
-_Reals = npt.NDArray[np.float64]
-_Ints = npt.NDArray[np.int64]
-
-COARSEST = 3.5
-"""Largest step, in units of the root mean square: beyond, a vector's error exceeds the vector."""
-
-FINEST_CODE = 127
-"""Step codes are 0 .. 127, eight to an octave."""
+from isgq.codecs.rotation_sides import COARSEST, FINEST_CODE, Ints, Reals, Side, step_table
 
 ATOM_BITS = 32
 """What a heavy atom takes besides its symbols: weight and step codes."""
@@ -48,30 +40,6 @@ FIXED_BITS = 16 + 32 + 40
 """What every record takes: counts, the entry of the light atoms, and about what the frame takes."""
 
 _DEAD_ZONE_EXCESS = 0.05  # bits of an entry above the rate of a Gaussian
-_SPACE_FILLING = 0.5 * math.log2(2 * math.pi * math.e / 12)
-
-
-@functools.cache
-def step_table() -> _Reals:
-    """Steps of the codes: ``3.5 * 2**(-code / 8)``, the same bits on every machine (products and square roots)."""
-    eighth = math.sqrt(math.sqrt(math.sqrt(2.0)))
-    octave = [COARSEST]
-    for _ in range(7):
-        octave.append(octave[-1] / eighth)
-    codes = np.arange(FINEST_CODE + 1)
-    table: _Reals = np.ldexp(np.array(octave)[codes % 8], -(codes // 8))
-    return table
-
-
-def noise(codes: _Ints) -> _Reals:
-    """Expected squared error of a unit vector that is sent with these step codes."""
-    return step_table()[codes] ** 2 / 12
-
-
-def rate(noises: _Reals) -> _Reals:
-    """Bits of an entry."""
-    bits: _Reals = 0.5 * np.log2(1 + 1 / noises) + _SPACE_FILLING
-    return bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +53,25 @@ class Curve:
         light: which is best for light atoms.
     """
 
-    bits: _Reals
-    kappa: _Reals
-    codes: _Ints
+    bits: Reals
+    kappa: Reals
+    codes: Ints
     light: int
 
-    def heavy(self, weights: _Reals, slope: float) -> _Ints:
+    def heavy(self, weights: Reals, slope: float) -> Ints:
         """Which pair is best for each heavy atom."""
         # kappa falls by less and less for a bit: take bits while a bit takes away slope / w^2 or more
         gains = -np.diff(self.kappa) / np.diff(self.bits)
-        chosen: _Ints = np.searchsorted(-gains, -slope / weights**2, side="right")
+        chosen: Ints = np.searchsorted(-gains, -slope / weights**2, side="right")
         return chosen
 
 
-@functools.cache
-def curve(outputs: int, columns: int) -> Curve:
-    """The curve of a shape."""
+@functools.lru_cache(maxsize=256)
+def curve(left: Side, right: Side) -> Curve:
+    """The curve of two sides."""
     codes = np.arange(FINEST_CODE + 1)
-    noises = noise(codes)
-    kappa = ((1 + noises[:, None]) * (1 + noises[None]) - 1).reshape(-1)
-    bits = (outputs * rate(noises)[:, None] + columns * rate(noises)[None]).reshape(-1) + ATOM_BITS
+    kappa = ((1 + left.noises[:, None]) * (1 + right.noises[None]) - 1).reshape(-1)
+    bits = (left.bits[:, None] + right.bits[None]).reshape(-1) + ATOM_BITS
     order = np.lexsort((kappa, bits))
     hull: list[int] = []
     for i in order[_falling(kappa[order])]:
@@ -119,18 +86,18 @@ def curve(outputs: int, columns: int) -> Curve:
     return Curve(bits[index], kappa[index], np.stack(np.divmod(index, len(codes)), 1), light)
 
 
-def _falling(values: _Reals) -> npt.NDArray[np.bool_]:
+def _falling(values: Reals) -> npt.NDArray[np.bool_]:
     """Which values are below all before them."""
     return values < np.concatenate([[np.inf], np.minimum.accumulate(values)[:-1]])
 
 
 @dataclass(frozen=True, slots=True)
 class Spectrum:
-    """The weights of a gradient's atoms, falling, and its shape as a matrix."""
+    """The weights of a gradient's atoms, falling, and the sides that their vectors have."""
 
-    weights: _Reals
-    outputs: int
-    columns: int
+    weights: Reals
+    left: Side
+    right: Side
 
     @property
     def energy(self) -> float:
@@ -152,8 +119,8 @@ class Plan:
     """
 
     heavy: int
-    codes: _Ints
-    light_codes: _Ints
+    codes: Ints
+    light_codes: Ints
     tau: float
     variance: float
     bits: float
@@ -165,12 +132,12 @@ def plan_of_atoms(spectrum: Spectrum, count: int, step: float) -> Plan:
     chosen = usa(torch.from_numpy(w), count) if len(w) else None
     heavy, tau = (len(chosen.heavy), chosen.level) if chosen is not None else (0, 0.0)
     code = np.full(2, np.abs(step_table() - step).argmin())
-    kappa = float(np.prod(1 + noise(code)) - 1)
+    kappa = float((1 + spectrum.left.noises[code[0]]) * (1 + spectrum.right.noises[code[1]]) - 1)
     light, sent = w[heavy:], count - heavy if tau else 0
     variance = (
         (w[:heavy] ** 2).sum() * kappa + (light * tau * (1 + kappa) - light**2).sum() if tau else kappa * (w**2).sum()
     )
-    bits = curve(spectrum.outputs, spectrum.columns).bits[0] * (heavy + sent)
+    bits = curve(spectrum.left, spectrum.right).bits[0] * (heavy + sent)
     return Plan(heavy, np.tile(code, (heavy, 1)), code, tau, float(variance), float(bits))
 
 
@@ -185,7 +152,7 @@ def plan_at_slope(spectrum: Spectrum, slope: float) -> Plan:
         spectrum: of the gradient.
         slope: squared gradient a bit, positive.
     """
-    c, w = curve(spectrum.outputs, spectrum.columns), spectrum.weights
+    c, w = curve(spectrum.left, spectrum.right), spectrum.weights
     bits, kappa = c.bits[c.light] - ATOM_BITS, c.kappa[c.light]
     tau = math.sqrt(slope * bits / (1 + kappa))
     heavy = int(np.searchsorted(-w, -tau, side="right"))
@@ -206,7 +173,7 @@ def mmse_plan_at_slope(spectrum: Spectrum, slope: float) -> Plan:
         spectrum: of the gradient.
         slope: squared gradient a bit, positive.
     """
-    sizes, table = np.array([spectrum.outputs, spectrum.columns]), step_table()
+    sizes, table = np.array([spectrum.left.size, spectrum.right.size]), step_table()
     wanted = np.sqrt(12 * slope / (2 * math.log(2)) * sizes / spectrum.weights[:, None] ** 2)
     codes = np.clip(np.rint(8 * np.log2(COARSEST / wanted)), 0, FINEST_CODE).astype(np.int64)
     noises = table[codes] ** 2 / 12
@@ -245,12 +212,12 @@ def expected_bits(spectrum: Spectrum, plan: Plan, light: int) -> float:
     """Bits of a plan of which so many light atoms were drawn."""
     if not plan.tau:
         return plan.bits
-    c = curve(spectrum.outputs, spectrum.columns)
+    c = curve(spectrum.left, spectrum.right)
     surplus = light - spectrum.weights[plan.heavy :].sum() / plan.tau
     return plan.bits + float(surplus * (c.bits[c.light] - ATOM_BITS))
 
 
-def draw(weights: torch.Tensor, plan: Plan, digest: int) -> tuple[_Ints, _Reals]:
+def draw(weights: torch.Tensor, plan: Plan, digest: int) -> tuple[Ints, Reals]:
     """Atoms that are sent, heavy ones first, and their weights.
 
     Light ones are drawn with probability ``w / tau``; where these sum to no integer, an atom that does not exist makes

@@ -4,7 +4,7 @@ A *direct* codec (:class:`Codec`) maps one tensor to a payload; a *pair* codec (
 of a gradient. Codecs are pure: no communication, no hidden state; the key is the only source of randomness.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -99,6 +99,43 @@ class OwnDigests(Protocol):
     def digests(self, key: Key) -> tuple[int, int]:
         """Digests of x and d (or zero), for a pair encoded with this key."""
         ...
+
+
+class Stateful(Protocol):
+    """What follows the fate of steps: it changes only with those that are applied."""
+
+    def commit(self) -> None:
+        """The step was applied."""
+        ...
+
+    def rollback(self) -> None:
+        """The step was not applied."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All of it, by name."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace it; an empty state is that of the beginning."""
+        ...
+
+
+@runtime_checkable
+class Learns(Protocol):
+    """A codec that learns from what it decodes, the same on every rank that decodes the same messages.
+
+    Attributes:
+        common: what has been learned; None where, by its options, nothing is.
+    """
+
+    @property
+    def common(self) -> Stateful | None: ...  # noqa: D102
+
+
+def learned_by(codec: object) -> Stateful | None:
+    """What a codec has learned and other ranks must have, too, if there is any."""
+    return codec.common if isinstance(codec, Learns) else None
 
 
 def pair_digests(codec: PairCodec, key: Key) -> tuple[int, int]:

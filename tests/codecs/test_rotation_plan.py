@@ -15,21 +15,18 @@ from isgq.codecs.rotation_code import (
     quantize,
 )
 from isgq.codecs.rotation_plan import (
-    COARSEST,
     FIXED_BITS,
     Spectrum,
     curve,
     mmse_plan_at_slope,
-    noise,
     plan_at_slope,
-    rate,
     slope_for_bits,
     slope_for_variance,
-    step_table,
 )
+from isgq.codecs.rotation_sides import COARSEST, rate, standard, step_table
 from isgq.core.errors import CodecError
 
-SPECTRUM = Spectrum(0.8 ** np.arange(20), outputs=30, columns=50)
+SPECTRUM = Spectrum(0.8 ** np.arange(20), standard(30), standard(50))
 RANDOM = np.random.default_rng(0)
 
 
@@ -42,7 +39,7 @@ def test_no_other_steps_or_probabilities_are_better(slope):
     """A bound that allows sampled atoms weights and steps of their own for nothing."""
     plan = plan_at_slope(SPECTRUM, slope)
     codes = np.arange(0, 128, 2)
-    noises = noise(codes)
+    noises = standard(30).noises[codes]
     kappa = (1 + noises[:, None]) * (1 + noises[None]) - 1
     bits = 30 * rate(noises)[:, None] + 50 * rate(noises)[None]
     best = 0.0
@@ -53,7 +50,7 @@ def test_no_other_steps_or_probabilities_are_better(slope):
 
 
 def test_the_curve_is_convex_and_falls():
-    c = curve(30, 50)
+    c = curve(standard(30), standard(50))
     gains = -np.diff(c.kappa) / np.diff(c.bits)
     assert (gains > 0).all()
     assert (np.diff(gains) < 0).all()
@@ -68,7 +65,11 @@ def test_finer_slopes_trade_variance_for_bits():
 
 
 def test_one_slope_for_all_is_better_than_equal_shares():
-    spectra = [SPECTRUM, Spectrum(5 * np.ones(4), 20, 10), Spectrum(0.1 * 0.5 ** np.arange(9), 100, 200)]
+    spectra = [
+        SPECTRUM,
+        Spectrum(5 * np.ones(4), standard(20), standard(10)),
+        Spectrum(0.1 * 0.5 ** np.arange(9), standard(100), standard(200)),
+    ]
     budget = 4000.0
     slope = slope_for_bits(spectra, budget)
     together = [plan_at_slope(s, slope) for s in spectra]
@@ -108,7 +109,7 @@ def test_symbols_come_back_in_the_bits_of_the_model(step, dithered):
     code = encode_symbols(symbols, dither, group, steps, digits)
     np.testing.assert_array_equal(decode_symbols(code, dither, group, steps, digits), symbols)
     if dithered:  # about the mutual information of x and x + noise, a little less for a Laplace than for a Gaussian x
-        expected = float(rate(np.mean(noise(np.zeros(1, int))) * (steps / COARSEST) ** 2).mean())
+        expected = float(rate(steps**2 / 12).mean())
         assert 8 * len(code) / len(x) == pytest.approx(expected, abs=0.12)
 
 
