@@ -289,6 +289,9 @@ LAYERS = {
     "embedding max_norm": Case(
         lambda: nn.Embedding(7, 4, max_norm=1.0), lambda net, turn: loss(net(turn.tokens(5))).backward()
     ),
+    "embedding scale_grad_by_freq": Case(
+        lambda: nn.Embedding(7, 4, scale_grad_by_freq=True), lambda net, turn: loss(net(turn.tokens(5))).backward()
+    ),
     "embedding int32": Case(lambda: nn.Embedding(7, 4), lambda net, turn: loss(net(turn.tokens(5).int())).backward()),
 }
 
@@ -299,6 +302,10 @@ USES = {
     "twice": Case(twice(lambda: nn.Linear(6, 5)), sizes((6,), (6,))),
     "twice, other shape": Case(twice(lambda: nn.Linear(6, 5)), sizes((6,), (2, 6))),
     "conv twice": Case(twice(lambda: nn.Conv2d(2, 3, 3)), sizes((2, 6, 6), (2, 6, 6))),
+    "embedding twice": Case(
+        lambda: nn.Embedding(7, 4),
+        lambda net, turn: (loss(net(turn.tokens(5))) + loss(net(turn.tokens(2)))).backward(),
+    ),
     "conv at two sizes": Case(twice(lambda: nn.Conv2d(2, 3, 3)), sizes((2, 6, 6), (2, 5, 7)), dense=["a.weight"]),
     "conv at one size a rank": Case(
         lambda: nn.Conv2d(2, 3, 3), lambda net, turn: loss(net(turn.batch(2, 6 + turn.rank, 6))).backward()

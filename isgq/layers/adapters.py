@@ -6,6 +6,7 @@ Layout, one line per case (``b`` rows or samples, ``i`` in, ``o`` out, ``g`` gro
     Conv1d/2d/3d x [b, i, s...]    d [b, o, s'...]   weight [o, i/g, k...]  the convolution's weight gradient
     Embedding    x [b] (indices)   d [b, o]          weight [v, o]          sum_b 1[x_b = v] d[b, o]
 
+A call of an embedding has a row for each different index, as large as the tokens in the batch at most, never the table.
 Factors of a convolution travel as activations, never as unfolded patches: those repeat each pixel up to prod(k) times.
 An adapter is chosen by the exact type of the module: a subclass may compute something else.
 """
@@ -161,14 +162,18 @@ class EmbeddingAdapter:
     """A table lookup: the indices are the first factor, so the gradient's size follows the tokens of the batch."""
 
     def refusal(self, module: nn.Embedding) -> str | None:
-        """Not with options that make the gradient depend on more than the looked-up rows."""
-        if module.scale_grad_by_freq:
-            return "Embedding(scale_grad_by_freq=True) scales by this rank's counts"
+        """Always factored."""
         return None
 
     def canonical(self, module: nn.Embedding, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        """``[...]`` and ``[..., o]`` as rows."""
-        return x.reshape(-1), d.reshape(-1, module.embedding_dim)
+        """The different indices of the call, ascending, and for each the sum of its rows, as autograd adds them up.
+
+        With ``scale_grad_by_freq`` the mean instead: it depends on one call's counts, which later nobody knows.
+        """
+        indices, places = torch.unique(x.reshape(-1), return_inverse=True)
+        d = d.reshape(-1, module.embedding_dim)
+        rows = torch.ops.aten.embedding_dense_backward(d, places, len(indices), -1, module.scale_grad_by_freq)
+        return indices, rows
 
     def contract(self, module: nn.Embedding, x: Tensor, d: Tensor) -> Tensor:
         """``[v, o]``: rows of d added up by index; the row of ``padding_idx`` stays zero."""

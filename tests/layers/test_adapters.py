@@ -47,12 +47,6 @@ def test_contract_is_autograds_gradient_and_bilinear(name: str) -> None:
             )
 
 
-def test_embeddings_that_are_no_product_are_refused_with_a_reason() -> None:
-    units, reasons = find_units(nn.Embedding(4, 3, scale_grad_by_freq=True), lambda name: False)
-    assert not units
-    assert "scale_grad_by_freq" in reasons["weight"]
-
-
 @pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_gradients_are_refused_at_once_and_told_what_to_do(
     table: type[nn.Embedding] | type[nn.EmbeddingBag],
