@@ -2,7 +2,8 @@
 
 ``summary.json`` is a list of runs, each with the keys of :class:`Summary`; bytes are per worker, mean over steps and
 workers; seconds are those of the training steps, without start-up and evaluation; staleness -> number of gradients
-that had it, where the server is asynchronous. ``metrics.jsonl`` has one object a
+that had it, where the server is asynchronous; perplexity = exp(test_loss), where the data are a text. Loss and accuracy
+are those on the test images or on a text's validation part. ``metrics.jsonl`` has one object a
 line: run, epoch, step, train_loss, test_loss, test_accuracy, seconds, and the first worker's sent_bytes and
 received_bytes since the run began.
 """
@@ -39,6 +40,8 @@ class Summary:
     aggregate: str
     down: str
     staleness: dict[str, int]
+    perplexity: float | None = None
+    local_steps: int | None = None
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -94,13 +97,14 @@ def _is_later(line: str, run: str, epochs: int) -> bool:
 
 def table(summaries: Sequence[Summary]) -> str:
     """The runs as aligned text."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("codec", "workers", "batch each", "accuracy", "loss", "sent B/step", "received B/step", "compression", "s")
     ]
     passes = any(s.aggregate != "gather" for s in summaries)
     for s in summaries:
+        local = f", {s.local_steps} local steps" if s.local_steps is not None else ""
         rows.append((
-            f"{s.codec}, {s.aggregate}, {s.down} down" if passes else s.codec,
+            (f"{s.codec}, {s.aggregate}, {s.down} down" if passes else s.codec) + local,
             str(s.workers),
             str(s.batch_per_worker),
             f"{s.test_accuracy:.4f}",
@@ -110,6 +114,9 @@ def table(summaries: Sequence[Summary]) -> str:
             f"x{s.compression:.1f}",
             f"{s.seconds:.1f}",
         ))
+    if any(s.perplexity is not None for s in summaries):
+        cells = ["perplexity", *("-" if s.perplexity is None else f"{s.perplexity:.1f}" for s in summaries)]
+        rows = [(*row[:5], cell, *row[5:]) for row, cell in zip(rows, cells, strict=True)]
     return align(rows)
 
 
@@ -124,7 +131,7 @@ def align(rows: Sequence[Sequence[str]]) -> str:
 
 
 def plot(summaries: Sequence[Summary], path: Path) -> None:
-    """Accuracy and sent bytes against the number of workers, one line per codec, as PNG."""
+    """Accuracy (perplexity of a text) and sent bytes against the number of workers, one line per codec, as PNG."""
     import matplotlib  # heavy, and needed here alone
 
     matplotlib.use("Agg")
@@ -136,7 +143,7 @@ def plot(summaries: Sequence[Summary], path: Path) -> None:
         runs = sorted((s for s in summaries if s.codec == codec), key=lambda s: s.workers)
         workers = [s.workers for s in runs]
         style = {"color": color, "marker": marker, "label": codec}
-        left.plot(workers, [100 * s.test_accuracy for s in runs], **style)
+        left.plot(workers, [100 * s.test_accuracy if s.perplexity is None else s.perplexity for s in runs], **style)
         right.plot(workers, [s.sent_bytes_per_step for s in runs], **style)
     counts = sorted({s.workers for s in summaries})
     for axes in (left, right):
@@ -145,14 +152,14 @@ def plot(summaries: Sequence[Summary], path: Path) -> None:
         axes.minorticks_off()
         axes.set_xlabel("workers")
         axes.grid(alpha=0.3)
-    left.set_ylabel("test accuracy (%)")
+    first, totals = summaries[0], {s.workers * s.batch_per_worker for s in summaries}
+    left.set_ylabel("test accuracy (%)" if first.perplexity is None else "perplexity of the validation part")
     low, high = left.get_ylim()
     if high - low < 5:  # a few samples more or less are no difference to show
         left.set_ylim((low + high - 5) / 2, (low + high + 5) / 2)
     right.set_yscale("log")
     right.set_ylabel("bytes sent per worker and step")
     right.legend()
-    first, totals = summaries[0], {s.workers * s.batch_per_worker for s in summaries}
     batch = f"total batch {totals.pop()}" if len(totals) == 1 else f"{first.batch_per_worker} samples per worker"
     figure.suptitle(f"{first.model} on {first.data}, {first.epochs} epochs, {batch}")
     figure.savefig(path, dpi=120)

@@ -22,12 +22,13 @@ ALLOWED = {
     "data": {"data"},
     "analysis": {"isgq", "models", "data", "analysis", "train"},
     "benchmarks": {"isgq", "models", "data", "benchmarks"},
-    "train": {"isgq", "models", "data", "analysis"},
+    "training": {"isgq", "models", "data", "analysis", "training"},
+    "train": {"isgq", "models", "data", "analysis", "training"},
 }
-FOLDERS = ("isgq", "models", "data", "analysis", "benchmarks")
+FOLDERS = ("isgq", "models", "data", "training", "analysis", "benchmarks")
 FILES = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 FILES.append(Path("train.py"))
-OURS = {"isgq", "models", "data", "analysis", "benchmarks", "train", "tests"}
+OURS = {"isgq", "models", "data", "training", "analysis", "benchmarks", "train", "tests"}
 
 
 def within(name: str, package: str) -> bool:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 SMALL = ["--model", "fc:hidden=16", "--data", "mnist5k", "--schedule", "constant"]
 KEYS = ["model", "data", "codec", "workers", "batch_per_worker", "epochs", "seed", "test_accuracy", "test_loss"]
 KEYS += ["sent_bytes_per_step", "received_bytes_per_step", "dense_bytes_per_step", "compression", "seconds"]
-KEYS += ["aggregate", "down", "staleness"]
+KEYS += ["aggregate", "down", "staleness", "perplexity", "local_steps"]
 GRADIENT = 4 * (784 * 16 + 16 + 16 * 10 + 10)  # bytes
 FEEDBACK = "error_feedback(top_k:k=0.01)"  # has memory of its own on every rank
 
@@ -170,6 +170,14 @@ def test_a_run_that_diverges_names_its_error_and_leaves_the_trace_in_a_file(tmp_
         (["--model", "nope"], "unknown model 'nope'"),
         (["--codec", "isgq", "nope"], "unknown codec 'nope'"),
         (["--workers", "3"], "--total-batch 128 cannot be shared equally by 3 workers"),
+        (["--local-steps", "4", "--aggregate", "two_pass"], "leave --aggregate out"),
+        (["--local-steps", "4", "--codec", "rotated"], "a model's change has no factors"),
+        (["--local-steps", "0"], "--local-steps 0: must be 1 or more"),
+        (["--clip", "0"], "--clip 0.0: must be positive"),
+        (["--sequence", "16"], "--sequence is for texts, mnist5k are images"),
+        (["--data", "sotu", "--standardize"], "--standardize is for images, sotu is a text"),
+        (["--data", "ptb:nowhere"], "no text in nowhere"),
+        (["--model", "lstm_lm"], "lstm_lm takes texts, not images"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_starts(
