@@ -65,7 +65,9 @@ def build(config: Config, source: data.Dataset | data.Text) -> nn.Module:
 
 def task_of(source: data.Dataset | data.Text, config: Config, run: Run, rank: int) -> Task:
     """The part of one process of a run; OptionError if there are too few data for so many workers."""
-    return (Language if isinstance(source, data.Text) else Images)(source, config, run, rank)  # type: ignore[arg-type]
+    if isinstance(source, data.Text):
+        return Language(source, config, run, rank)
+    return Images(source, config, run, rank)
 
 
 def optimizer_of(model: nn.Module, config: Config) -> torch.optim.SGD:

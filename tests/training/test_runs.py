@@ -100,7 +100,7 @@ def test_an_asynchronous_server_takes_language_models(config: Config) -> None:
 
 
 def test_batch_norm_of_a_resumed_run_is_the_first_workers(tmp_path: Path) -> None:
-    config = Config(model="resnet18:width=1", data="patches", epoch_steps=1, epochs=1, total_batch=8, out=tmp_path)
+    config = Config(model="resnet18:width=1", data="mnist5k", epoch_steps=1, epochs=1, total_batch=8, out=tmp_path)
     summary = run(replace(config, schedule="constant"), "dense")
     again = run(replace(config, schedule="constant", resume=True), "dense")
     assert again.test_loss == pytest.approx(summary.test_loss, rel=1e-12)
