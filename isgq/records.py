@@ -16,8 +16,9 @@ from torch import Tensor
 
 from isgq.core.codec import Codec, PairCodec, PlansTogether, pair_digests
 from isgq.core.errors import CodecError, NonFiniteError
+from isgq.core.extremes import check_finite
 from isgq.core.keys import Key
-from isgq.core.payload import Factors, LowRank, PairPayload, Payload, check_finite
+from isgq.core.payload import Factors, LowRank, PairPayload, Payload
 from isgq.layers.capture import Unit, merge
 from isgq.planner import REFUSED, UNSEEN
 from isgq.windows import Window

@@ -24,7 +24,8 @@ from isgq.bandwidth import Messages
 from isgq.choice import Choice, Scope, check_option, choose, predicate
 from isgq.codecs.roles import MemoryPolicy
 from isgq.core.errors import InstrumentError, MismatchError, NonFiniteError
-from isgq.core.payload import Factors, check_finite
+from isgq.core.extremes import check_finite
+from isgq.core.payload import Factors
 from isgq.core.registry import AnyCodec
 from isgq.exchange import Channel, Exchange, Loopback, TorchExchange
 from isgq.instrumented import check_free, occupy, release

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from isgq.core.errors import OptionError
+from isgq.core.extremes import absmax
 from isgq.core.parallel import map_pieces, piece_size
 
 Bucket = int | Literal["tensor", "row"]
@@ -96,19 +97,20 @@ class Buckets:
 
     def absmax(self, flat: Tensor) -> Tensor:
         """Largest absolute value of each bucket: ``[count]``, in the dtype of ``flat`` ``[numel]``."""
-        parts = (flat[: self._whole].view(-1, self.size), flat[self._whole :].view(1, -1))
-        # Two passes without a copy are several times faster than abs() or an infinity norm.
-        return torch.cat([torch.maximum(part.amax(1), part.amin(1).neg()) for part in parts if part.numel()] or [flat])
+        return absmax(flat, self.size)
 
-    def l2(self, flat: Tensor) -> Tensor:
-        """Euclidean norm of each bucket: float32 ``[count]``, never below :meth:`absmax` and never infinite."""
-        largest = self.absmax(flat)
+    def l2(self, flat: Tensor, largest: Tensor) -> Tensor:
+        """Euclidean norm of each bucket: float32 ``[count]``, never below :meth:`absmax` and never infinite.
+
+        Args:
+            flat: ``[numel]``.
+            largest: its :meth:`absmax`.
+        """
         norm = self._relative_sums(flat, largest, torch.square).sqrt_().mul_(largest)
         return torch.maximum(norm.clamp_(max=torch.finfo(torch.float32).max).to(torch.float32), largest)
 
-    def mean_abs(self, flat: Tensor) -> Tensor:
-        """Mean absolute value of each bucket: float64 ``[count]``."""
-        largest = self.absmax(flat)
+    def mean_abs(self, flat: Tensor, largest: Tensor) -> Tensor:
+        """Mean absolute value of each bucket: float64 ``[count]``; arguments as of :meth:`l2`."""
         return self._relative_sums(flat, largest, torch.abs).div_(self.sizes(flat.device)).mul_(largest)
 
     def _relative_sums(self, flat: Tensor, largest: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ dither: Schuchman 1964; half: the stochastic rounding of QSGD (Alistarh et al., 
 """
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar, Literal
 
 import torch
@@ -24,10 +25,11 @@ from torch import Tensor
 
 from isgq.codecs.buckets import Bucket, Buckets, check_bucket, nonzero
 from isgq.codecs.compare import not_negative, not_zero
-from isgq.codecs.flat import flatten, restore
+from isgq.codecs.flat import flatten_with_peaks, restore
 from isgq.codecs.grid import nearest_integer
 from isgq.core.errors import CodecError, OptionError
-from isgq.core.keys import Key, uniform
+from isgq.core.kernels import compiled
+from isgq.core.keys import Key, State, map_stream, uniform
 from isgq.core.payload import Payload, Symbols, symbol_dtype
 from isgq.core.registry import register_codec
 
@@ -74,8 +76,7 @@ class Dithered:
     def _alphabet(self) -> int:
         return 2 if self.mode == "one_bit" else 2 * self.levels + 1 + self._marks_zeros
 
-    def _scales(self, flat: Tensor, buckets: Buckets) -> Tensor:
-        peaks = buckets.absmax(flat)
+    def _scales(self, peaks: Tensor) -> Tensor:
         return peaks if self.mode == "one_bit" else peaks.div_(self.levels)
 
     def encode(self, x: Tensor, key: Key) -> Payload:
@@ -84,19 +85,42 @@ class Dithered:
         Raises:
             NonFiniteError: x holds NaN or Inf, also as float32.
         """
-        flat, buckets, digest = flatten(x, key), Buckets.of(x.shape, self.bucket), key.digest
-        scales = self._scales(flat, buckets)
-        divisors = nonzero(scales).unsqueeze(1)
+        (flat, buckets, peaks), digest = flatten_with_peaks(x, key, self.bucket), key.digest
+        scales = self._scales(peaks)
         symbols = torch.empty(flat.numel(), dtype=symbol_dtype(self._alphabet), device=flat.device)
+        divisors = nonzero(scales)
+        if kernels := self._kernels(flat.device):
+            self._encode_compiled(kernels, flat, divisors, buckets, digest, symbols)
+        else:
+            column = divisors.unsqueeze(1)
 
-        def work(block: Tensor, elements: slice, rows: slice) -> None:
-            dither = uniform(digest, _ROLE, block.shape, block.device, start=elements.start)
-            self._quantize(block, divisors[rows], dither, symbols[elements].view(block.shape))
+            def work(block: Tensor, elements: slice, rows: slice) -> None:
+                dither = uniform(digest, _ROLE, block.shape, block.device, start=elements.start)
+                self._quantize(block, column[rows], dither, symbols[elements].view(block.shape))
 
-        buckets.map(flat, work)
+            buckets.map(flat, work)
         streams = {"levels": Symbols(symbols, self._alphabet)}
         shared = 0 if self.mode == "half" else digest
         return Payload(self.name, tuple(x.shape), x.dtype, streams, {"scales": scales}, shared)
+
+    def _kernels(self, device: torch.device) -> ModuleType | None:
+        """Compiled kernels, which write symbols as bytes."""
+        return compiled("quantize", device) if self._alphabet <= 256 else None
+
+    def _encode_compiled(
+        self, kernels: ModuleType, flat: Tensor, divisors: Tensor, buckets: Buckets, digest: int, symbols: Tensor
+    ) -> None:
+        """:meth:`_quantize` of all elements."""
+        values, scales, out = flat.numpy(), divisors.numpy(), symbols.numpy()
+
+        def work(start: int, stop: int, state: State) -> None:
+            if self.mode == "one_bit":
+                kernels.dither_signs(values, scales, buckets.size, start, stop, state, out)
+            else:
+                sparse = self._marks_zeros
+                kernels.dither(values, scales, buckets.size, start, stop, state, self.levels, sparse, out)
+
+        map_stream(work, buckets.numel, digest, _ROLE)
 
     def _quantize(self, block: Tensor, divisor: Tensor, dither: Tensor, out: Tensor) -> None:
         """Write the symbols of a block ``[rows, columns]`` with divisors ``[rows, 1]``."""
@@ -122,16 +146,36 @@ class Dithered:
             raise CodecError(f"codec {self.name!r} cannot decode a payload of codec {payload.codec!r}")
         buckets = Buckets.of(payload.shape, self.bucket)
         symbols = payload.require_symbols("levels", buckets.numel, self._alphabet).values
-        scales = payload.require_tensor("scales", buckets.count, torch.float32).unsqueeze(1)
+        scales = payload.require_tensor("scales", buckets.count, torch.float32).reshape(-1)
         flat = torch.empty(buckets.numel, dtype=torch.float32, device=symbols.device)
+        if kernels := self._kernels(flat.device):
+            self._decode_compiled(kernels, symbols, scales, buckets, payload.digest, flat)
+        else:
+            column = scales.unsqueeze(1)
 
-        def work(block: Tensor, elements: slice, rows: slice) -> None:
-            decoded = self._rebuild(symbols[elements].view(block.shape), payload.digest, elements.start)
-            # s (q - u) reaches beyond the peak by half a step, which may be beyond float32.
-            torch.mul(decoded, scales[rows], out=block).clamp_(-_LARGEST, _LARGEST)
+            def work(block: Tensor, elements: slice, rows: slice) -> None:
+                decoded = self._rebuild(symbols[elements].view(block.shape), payload.digest, elements.start)
+                # s (q - u) reaches beyond the peak by half a step, which may be beyond float32.
+                torch.mul(decoded, column[rows], out=block).clamp_(-_LARGEST, _LARGEST)
 
-        buckets.map(flat, work)
+            buckets.map(flat, work)
         return restore(flat, payload)
+
+    def _decode_compiled(
+        self, kernels: ModuleType, symbols: Tensor, scales: Tensor, buckets: Buckets, digest: int, flat: Tensor
+    ) -> None:
+        """:meth:`_rebuild` of all elements, times their scales."""
+        given, each, out = symbols.numpy(), scales.contiguous().numpy(), flat.numpy()
+        step, shift = (2, 1) if self.mode == "one_bit" else (1, self.levels)
+
+        def work(start: int, stop: int, state: State) -> None:
+            if self.mode == "half":
+                kernels.rescale(given, each, buckets.size, start, stop, shift, 1, out)
+            else:
+                sparse = self._marks_zeros
+                kernels.undither(given, each, buckets.size, start, stop, state, step, shift, sparse, out)
+
+        map_stream(work, buckets.numel, digest, _ROLE)
 
     def _rebuild(self, symbols: Tensor, digest: int, first: int) -> Tensor:
         """Decoded values in units of the scale, of a block that begins at element ``first``."""
@@ -150,8 +194,8 @@ class Dithered:
         Args:
             x: the tensor that is to be sent.
         """
-        flat, buckets = flatten(x, Key("x")), Buckets.of(x.shape, self.bucket)
-        scale = buckets.spread(self._scales(flat, buckets))
+        flat, buckets, peaks = flatten_with_peaks(x, Key("x"), self.bucket)
+        scale = buckets.spread(self._scales(peaks))
         if self.mode == "one_bit":
             return (scale.square() / 3).view(x.shape)
         if self.mode == "half":

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from isgq.core.errors import CodecError
+from isgq.core.extremes import check_finite
 from isgq.core.keys import Key
-from isgq.core.payload import Payload, Symbols, check_finite
+from isgq.core.payload import Payload, Symbols
 from isgq.core.registry import register_codec
 
 _MAX_ALPHABET = 1 << 31  # above, a raw integer is no longer than a symbol

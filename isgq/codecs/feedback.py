@@ -14,8 +14,9 @@ from torch import Tensor
 
 from isgq.core.codec import Codec
 from isgq.core.errors import CodecError, OptionError
+from isgq.core.extremes import check_finite
 from isgq.core.keys import Key
-from isgq.core.payload import Payload, check_finite
+from isgq.core.payload import Payload
 from isgq.core.registry import register_codec
 
 

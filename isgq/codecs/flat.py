@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
+from isgq.codecs.buckets import Bucket, Buckets
 from isgq.core.errors import CodecError, NonFiniteError
+from isgq.core.extremes import check_finite, is_finite
 from isgq.core.keys import Key
-from isgq.core.payload import FLOAT_DTYPES, Payload, check_finite
+from isgq.core.payload import FLOAT_DTYPES, Payload
 
 
 def flatten(x: Tensor, key: Key) -> Tensor:
@@ -19,18 +21,39 @@ def flatten(x: Tensor, key: Key) -> Tensor:
         CodecError: x is not of a floating dtype.
         NonFiniteError: NaN or Inf in x, or float64 values beyond the range of float32.
     """
-    if x.dtype not in FLOAT_DTYPES:
-        allowed = ", ".join(str(dtype) for dtype in FLOAT_DTYPES)
-        raise CodecError(f"{key.name}: cannot compress a tensor of {x.dtype}; allowed are {allowed}")
+    flat = _elements(x, key)
     check_finite(x, key.name)
-    flat = x.detach().reshape(-1).to(torch.float32)
     if x.dtype == torch.float64:
         try:
             check_finite(flat, key.name)
         except NonFiniteError as error:
             limit = torch.finfo(torch.float32).max
             raise NonFiniteError(f"{key.name} (float64) holds values beyond +-{limit:.3g}; scale it down") from error
-    return flat.contiguous()
+    return flat
+
+
+def flatten_with_peaks(x: Tensor, key: Key, bucket: Bucket) -> tuple[Tensor, Buckets, Tensor]:
+    """Elements as :func:`flatten` gives them, their buckets, and the largest absolute value of each: ``[count]``.
+
+    One pass tells the peaks and, from them, that all is finite.
+
+    Args:
+        x: as for :func:`flatten`.
+        key: as for :func:`flatten`.
+        bucket: the option.
+    """
+    flat, buckets = _elements(x, key), Buckets.of(x.shape, bucket)
+    peaks = buckets.absmax(flat)
+    if not is_finite(peaks):
+        flatten(x, key)  # raises, and says what is wrong
+    return flat, buckets, peaks
+
+
+def _elements(x: Tensor, key: Key) -> Tensor:
+    if x.dtype not in FLOAT_DTYPES:
+        allowed = ", ".join(str(dtype) for dtype in FLOAT_DTYPES)
+        raise CodecError(f"{key.name}: cannot compress a tensor of {x.dtype}; allowed are {allowed}")
+    return x.detach().reshape(-1).to(torch.float32).contiguous()
 
 
 def restore(flat: Tensor, payload: Payload) -> Tensor:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from isgq.codecs.buckets import Buckets, nonzero
 from isgq.core.errors import OptionError
-from isgq.core.keys import random_int32
+from isgq.core.kernels import compiled
+from isgq.core.keys import State, map_stream, random_int32
+from isgq.core.parallel import map_parts
 
 MAX_LEVELS = 127  # so that symbols are bytes, and t has room in 8.24 bits
 _ONE = 1 << 24
@@ -49,8 +51,17 @@ def round_stochastic(flat: Tensor, norm: Tensor, levels: int, buckets: Buckets, 
     Returns:
         uint8 symbols ``[numel]``.
     """
-    norm = nonzero(norm).unsqueeze(1)
+    divisor = nonzero(norm)
     symbols = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
+    if kernels := compiled("quantize", flat.device):
+        values, scales, out = flat.numpy(), divisor.numpy(), symbols.numpy()
+
+        def round_part(start: int, stop: int, state: State) -> None:
+            kernels.round_stochastic(values, scales, buckets.size, start, stop, state, levels, out)
+
+        map_stream(round_part, buckets.numel, digest, "round")
+        return symbols
+    norm = divisor.unsqueeze(1)
 
     def work(block: Tensor, elements: slice, rows: slice) -> None:
         t = torch.div(block, norm[rows]).clamp_(-1.0, 1.0).mul_(levels * _ONE).to(torch.int32).view(-1)
@@ -65,8 +76,17 @@ def round_stochastic(flat: Tensor, norm: Tensor, levels: int, buckets: Buckets, 
 
 def round_nearest(flat: Tensor, norm: Tensor, levels: int, buckets: Buckets) -> Tensor:
     """Round to the nearest point, ties to even; arguments and result as in :func:`round_stochastic`."""
-    norm = nonzero(norm).unsqueeze(1)
+    divisor = nonzero(norm)
     symbols = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
+    if kernels := compiled("quantize", flat.device):
+        values, scales, out = flat.numpy(), divisor.numpy(), symbols.numpy()
+
+        def round_part(start: int, stop: int) -> None:
+            kernels.round_nearest(values, scales, buckets.size, start, stop, levels, out)
+
+        map_parts(round_part, buckets.numel)
+        return symbols
+    norm = divisor.unsqueeze(1)
 
     def work(block: Tensor, elements: slice, rows: slice) -> None:
         k = nearest_integer(torch.div(block, norm[rows]).clamp_(-1.0, 1.0).mul_(levels))
@@ -91,8 +111,16 @@ def round_(t: Tensor) -> Tensor:
 
 def rebuild(symbols: Tensor, norm: Tensor, levels: int, buckets: Buckets) -> Tensor:
     """Points of the grid: float32 ``[numel]``."""
-    norm = norm.unsqueeze(1)
     flat = torch.empty(symbols.numel(), dtype=torch.float32, device=symbols.device)
+    if kernels := compiled("quantize", flat.device):
+        given, scales, out = symbols.numpy(), norm.reshape(-1).contiguous().numpy(), flat.numpy()
+
+        def rescale(start: int, stop: int) -> None:
+            kernels.rescale(given, scales, buckets.size, start, stop, levels, levels, out)
+
+        map_parts(rescale, buckets.numel)
+        return flat
+    norm = norm.reshape(-1, 1)
 
     def work(block: Tensor, elements: slice, rows: slice) -> None:
         # Divided by L before the norm comes in: the ends of the grid are the norm itself, and nothing overflows.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isgq.codecs import grid
 from isgq.codecs.buckets import Buckets, check_bucket
-from isgq.codecs.flat import flatten, require_codec, restore
+from isgq.codecs.flat import flatten, flatten_with_peaks, require_codec, restore
 from isgq.core.errors import OptionError
 from isgq.core.keys import Key
 from isgq.core.payload import Payload, Symbols
@@ -45,8 +45,7 @@ class Int8:
 
     def encode(self, x: Tensor, key: Key) -> Payload:
         """Compress: ``127 x / norm``, rounded."""
-        flat, blocks = flatten(x, key), Buckets.of(x.shape, self.block)
-        norm = blocks.absmax(flat)
+        flat, blocks, norm = flatten_with_peaks(x, key, self.block)
         if self.rounding == "stochastic":
             q = grid.round_stochastic(flat, norm, grid.MAX_LEVELS, blocks, key.digest)
         else:

@@ -25,7 +25,9 @@ from isgq.codecs.buckets import Buckets
 from isgq.codecs.compare import above, not_zero
 from isgq.codecs.flat import flatten, restore
 from isgq.core.errors import CodecError, OptionError
+from isgq.core.kernels import compiled
 from isgq.core.keys import Key
+from isgq.core.parallel import map_parts
 from isgq.core.payload import Payload, Symbols, symbol_dtype
 from isgq.core.registry import register_codec
 
@@ -133,6 +135,15 @@ def nearest(flat: Tensor, points: Tensor, *, zero_symbol: bool = False) -> Tenso
     """
     edges = _edges(points)
     codes = torch.empty(flat.numel(), dtype=symbol_dtype(points.numel() + 1), device=flat.device)
+
+    if (kernels := compiled("quantize", flat.device)) and points.numel() <= _MANY:
+        numbers, borders, counts = flat.numpy(), edges.to(torch.float32).contiguous().numpy(), codes.numpy()
+
+        def count(start: int, stop: int) -> None:
+            kernels.count_above(numbers, borders, start, stop, zero_symbol, counts)
+
+        map_parts(count, flat.numel())
+        return codes
 
     def work(values: Tensor, elements: slice, _: slice) -> None:
         values, out = values.view(-1), codes[elements]

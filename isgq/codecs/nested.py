@@ -14,17 +14,19 @@ the result equals that of plain dithering at step s. Elsewhere it is off by a mu
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from isgq.codecs.buckets import Bucket, Buckets, check_bucket, nonzero
-from isgq.codecs.flat import flatten, require_codec, restore
+from isgq.codecs.flat import flatten_with_peaks, require_codec, restore
 from isgq.codecs.grid import round_
 from isgq.core.codec import Codec
 from isgq.core.errors import CodecError, OptionError
-from isgq.core.keys import Key, uniform
+from isgq.core.kernels import compiled
+from isgq.core.keys import Key, State, map_stream, uniform
 from isgq.core.payload import Payload, Symbols, symbol_dtype
 from isgq.core.registry import register_codec
 
@@ -61,21 +63,33 @@ class NestedDithered:
         """Whether :meth:`decode`, without side information, is unbiased."""
         return self.ratio == 2 * self.levels + 1
 
+    def _kernels(self, device: torch.device) -> ModuleType | None:
+        """Compiled kernels, which write symbols as bytes."""
+        return compiled("quantize", device) if self.ratio <= 256 else None
+
     def encode(self, x: Tensor, key: Key) -> Payload:
         """Compress; NonFiniteError on NaN or Inf."""
-        flat, buckets, digest = flatten(x, key), Buckets.of(x.shape, self.bucket), key.digest
-        scale = buckets.absmax(flat).div_(self.levels)
-        divisor = nonzero(scale).unsqueeze(1)
+        (flat, buckets, peaks), digest = flatten_with_peaks(x, key, self.bucket), key.digest
+        scale = peaks.div_(self.levels)
+        divisors = nonzero(scale)
         symbols = torch.empty(flat.numel(), dtype=symbol_dtype(self.ratio), device=flat.device)
 
         def work(block: Tensor, elements: slice, rows: slice) -> None:
             dither = uniform(digest, "dither", block.shape, block.device, start=elements.start)
-            n = round_((block / divisor[rows]).add_(dither).clamp_(-self.levels, self.levels))
+            n = round_((block / divisors[rows].unsqueeze(1)).add_(dither).clamp_(-self.levels, self.levels))
             # The ratio being odd, this is n + ratio // 2 modulo ratio.
             n.sub_(round_(n * (1 / self.ratio)), alpha=self.ratio).add_(self.ratio // 2)
             symbols[elements].view(block.shape).copy_(n)
 
-        buckets.map(flat, work)
+        if kernels := self._kernels(flat.device):
+            values, steps, out = flat.numpy(), divisors.numpy(), symbols.numpy()
+
+            def nest(start: int, stop: int, state: State) -> None:
+                kernels.nest(values, steps, buckets.size, start, stop, state, self.levels, self.ratio, out)
+
+            map_stream(nest, buckets.numel, digest, "dither")
+        else:
+            buckets.map(flat, work)
         return Payload(
             self.name, tuple(x.shape), x.dtype, {"q": Symbols(symbols, self.ratio)}, {"scale": scale}, digest
         )
@@ -97,18 +111,32 @@ class NestedDithered:
         require_codec(payload, self.name)
         buckets = Buckets.of(payload.shape, self.bucket)
         symbols = payload.require_symbols("q", buckets.numel, self.ratio).values
-        scale = payload.require_tensor("scale", buckets.count, torch.float32).unsqueeze(1)
+        scale = payload.require_tensor("scale", buckets.count, torch.float32).reshape(-1)
         if side is not None and tuple(side.shape) != payload.shape:
             raise CodecError(f"side information has shape {tuple(side.shape)}, must be the payload's {payload.shape}")
         guess = None if side is None else side.detach().reshape(-1).to(symbols.device, torch.float32)
         divisor = nonzero(scale)
+        if kernels := self._kernels(symbols.device):
+            # The guess is written over, so it has to be a copy.
+            flat = torch.zeros(buckets.numel) if guess is None else guess.clone()
+            given, scales, steps = symbols.numpy(), scale.contiguous().numpy(), divisor.contiguous().numpy()
+            out = flat.numpy()
+
+            def unnest(start: int, stop: int, state: State) -> None:
+                kernels.unnest(given, scales, steps, buckets.size, start, stop, state, self.levels, self.ratio, out)
+
+            map_stream(unnest, buckets.numel, payload.digest, "dither")
+            return restore(flat, payload)
         flat = torch.empty(buckets.numel, dtype=torch.float32, device=symbols.device)
 
         def work(block: Tensor, elements: slice, rows: slice) -> None:
             dither = uniform(payload.digest, "dither", block.shape, block.device, start=elements.start)
             remainder = symbols[elements].view(block.shape).to(torch.float32).sub_(self.ratio // 2)
-            target = dither if guess is None else guess[elements].view(block.shape) / divisor[rows] + dither
-            torch.mul(self._nearest(remainder, target).sub_(dither), scale[rows], out=block).clamp_(-_LARGEST, _LARGEST)
+            target = (
+                dither if guess is None else guess[elements].view(block.shape) / divisor[rows].unsqueeze(1) + dither
+            )
+            n = self._nearest(remainder, target)
+            torch.mul(n.sub_(dither), scale[rows].unsqueeze(1), out=block).clamp_(-_LARGEST, _LARGEST)
 
         buckets.map(flat, work)
         return restore(flat, payload)
@@ -127,8 +155,8 @@ class NestedDithered:
         Args:
             x: the tensor that is to be sent; the result is float32 of its shape.
         """
-        flat, buckets = flatten(x, Key("x")), Buckets.of(x.shape, self.bucket)
-        step = buckets.absmax(flat) / self.levels
+        _, buckets, peaks = flatten_with_peaks(x, Key("x"), self.bucket)
+        step = peaks / self.levels
         return buckets.spread(step.square() / 12).reshape(x.shape)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isgq.codecs.buckets import Bucket, Buckets, check_bucket, nonzero
 from isgq.codecs.compare import not_negative
-from isgq.codecs.flat import flatten, require_codec, restore
+from isgq.codecs.flat import flatten_with_peaks, require_codec, restore
 from isgq.core.keys import Key
 from isgq.core.payload import Payload, Symbols
 from isgq.core.registry import register_codec
@@ -35,8 +35,8 @@ class OneBit:
 
     def encode(self, x: Tensor, key: Key) -> Payload:
         """Compress; the key serves for messages only, nothing is random."""
-        flat, buckets = flatten(x, key), Buckets.of(x.shape, self.bucket)
-        bits, _, means = _split_at_zero(flat, buckets)
+        flat, buckets, peaks = flatten_with_peaks(x, key, self.bucket)
+        bits, _, means = _split_at_zero(flat, buckets, peaks)
         high, low = means.to(torch.float32)
         return Payload(self.name, tuple(x.shape), x.dtype, {"q": Symbols(bits, 2)}, {"high": high, "low": low})
 
@@ -58,16 +58,15 @@ class OneBit:
 
     def contraction(self, x: Tensor) -> float:
         """The delta of ``||x - decode||**2 = (1 - delta) ||x||**2``: what the two means keep of ``||x||**2``; exact."""
-        flat, buckets = flatten(x, Key("x")), Buckets.of(x.shape, self.bucket)
-        _, counts, means = _split_at_zero(flat, buckets)
+        flat, buckets, peaks = flatten_with_peaks(x, Key("x"), self.bucket)
+        _, counts, means = _split_at_zero(flat, buckets, peaks)
         total = flat.double().square().sum()
         return float((counts * means.square()).sum() / total) if total else 1.0
 
 
-def _split_at_zero(flat: Tensor, buckets: Buckets) -> tuple[Tensor, Tensor, Tensor]:
+def _split_at_zero(flat: Tensor, buckets: Buckets, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Bits: uint8 ``[numel]``, 1 where >= 0; counts and means of both sides, ones first: float64 ``[2, count]``."""
     bits = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
-    largest = buckets.absmax(flat)
     divisor = nonzero(largest).unsqueeze(1)  # sums of quotients cannot overflow
     ones, high, low = torch.zeros(3, buckets.count, dtype=torch.float64, device=flat.device)
 

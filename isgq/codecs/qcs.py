@@ -17,15 +17,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from isgq.codecs import hadamard
-from isgq.codecs.buckets import Buckets, nonzero
-from isgq.codecs.flat import flatten, require_codec, restore
+from isgq.codecs.buckets import nonzero
+from isgq.codecs.flat import flatten_with_peaks, require_codec, restore
 from isgq.codecs.grid import nearest_integer
 from isgq.core.errors import OptionError
-from isgq.core.keys import Key, random_int32, uniform
+from isgq.core.kernels import compiled
+from isgq.core.keys import Key, random_int32, stream_state, uniform
 from isgq.core.parallel import map_pieces, piece_size
 from isgq.core.payload import Payload, Symbols
 from isgq.core.registry import register_codec
@@ -123,9 +125,9 @@ class QCS:
 
     def encode(self, x: Tensor, key: Key) -> Payload:
         """Compress; NonFiniteError on NaN or Inf."""
-        flat, layout, digest = flatten(x, key), self._layout(x.numel()), key.digest
+        flat, _, largest = flatten_with_peaks(x, key, "tensor")  # [1] largest, or [0] of an empty tensor
+        layout, digest = self._layout(x.numel()), key.digest
         n, k, period = layout.n, layout.k, layout.period
-        largest = Buckets.of(x.shape, "tensor").absmax(flat)  # [1], or [0] of an empty tensor
         symbols = torch.empty(layout.blocks, k, dtype=torch.uint8, device=flat.device)
         scale = torch.empty(layout.blocks, dtype=torch.float32, device=flat.device)
 
@@ -195,6 +197,9 @@ def _flip_signs(v: Tensor, digest: int, start: int) -> None:
         digest: as in :func:`isgq.core.keys.random_int32`.
         start: a multiple of 32.
     """
+    if kernels := compiled("quantize", v.device):
+        kernels.flip_signs(stream_state(digest, "sign", start // _WORD), v.numpy().view(np.uint32))
+        return
     words = random_int32(digest, "sign", -(-v.numel() // _WORD), v.device, start=start // _WORD).bitwise_not_()
     # A bit becomes the sign of a float.
     shifts = torch.arange(_WORD - 1, -1, -1, dtype=torch.int32, device=v.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isgq.codecs import grid
 from isgq.codecs.buckets import Bucket, Buckets, check_bucket
-from isgq.codecs.flat import flatten, require_codec, restore
+from isgq.codecs.flat import flatten_with_peaks, require_codec, restore
 from isgq.core.errors import OptionError
 from isgq.core.keys import Key
 from isgq.core.payload import Payload, Symbols
@@ -43,8 +43,8 @@ class QSGD:
 
     def encode(self, x: Tensor, key: Key) -> Payload:
         """Compress: ``k = floor(L x / norm + u)``, u uniform in [0, 1)."""
-        flat, buckets = flatten(x, key), Buckets.of(x.shape, self.bucket)
-        norm = self._norms(flat, buckets)
+        flat, buckets, peaks = flatten_with_peaks(x, key, self.bucket)
+        norm = self._norms(flat, buckets, peaks)
         q = grid.round_stochastic(flat, norm, self.levels, buckets, key.digest)
         symbols = {"q": Symbols(q, grid.alphabet(self.levels))}
         return Payload(self.name, tuple(x.shape), x.dtype, symbols, {"norm": norm})
@@ -59,8 +59,8 @@ class QSGD:
 
     def variance(self, x: Tensor) -> Tensor:
         """Variance of each decoded element over keys, exact; float32 of x's shape."""
-        flat, buckets = flatten(x, Key("x")), Buckets.of(x.shape, self.bucket)
-        return grid.rounding_variance(flat, self._norms(flat, buckets), self.levels, buckets).reshape(x.shape)
+        flat, buckets, peaks = flatten_with_peaks(x, Key("x"), self.bucket)
+        return grid.rounding_variance(flat, self._norms(flat, buckets, peaks), self.levels, buckets).reshape(x.shape)
 
-    def _norms(self, flat: Tensor, buckets: Buckets) -> Tensor:
-        return buckets.absmax(flat) if self.norm == "max" else buckets.l2(flat)
+    def _norms(self, flat: Tensor, buckets: Buckets, peaks: Tensor) -> Tensor:
+        return peaks if self.norm == "max" else buckets.l2(flat, peaks)

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from isgq.core.errors import NonFiniteError
+from isgq.core.extremes import check_finite
 from isgq.core.keys import Key
-from isgq.core.payload import Contract, Factors, check_finite
+from isgq.core.payload import Contract, Factors
 
 _LARGEST = torch.finfo(torch.float32).max
 _NOISE = 1e-14  # relative: eigenvalues of a Gram matrix below are rounding errors, 1e-7 of the largest row's length

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isgq.codecs.buckets import Bucket, Buckets, check_bucket
 from isgq.codecs.compare import not_negative
-from isgq.codecs.flat import flatten, require_codec, restore
+from isgq.codecs.flat import flatten_with_peaks, require_codec, restore
 from isgq.core.errors import OptionError
 from isgq.core.keys import Key
 from isgq.core.payload import Payload, Symbols
@@ -42,10 +42,10 @@ class Sign:
 
     def encode(self, x: Tensor, key: Key) -> Payload:
         """Compress; the key serves for messages only, nothing is random."""
-        flat, buckets = flatten(x, key), Buckets.of(x.shape, self.bucket)
+        flat, buckets, peaks = flatten_with_peaks(x, key, self.bucket)
         bits = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
         buckets.map(flat, lambda block, elements, _: bits[elements].view(block.shape).copy_(not_negative(block)))
-        scale = self._scales(flat, buckets).to(torch.float32)
+        scale = self._scales(flat, buckets, peaks).to(torch.float32)
         return Payload(self.name, tuple(x.shape), x.dtype, {"q": Symbols(bits, 2)}, {"scale": scale})
 
     def decode(self, payload: Payload) -> Tensor:
@@ -67,12 +67,12 @@ class Sign:
 
         With scale s and mean m of ``|x|`` a bucket of n elements loses ``||x||**2 - n s (2 m - s)``.
         """
-        flat, buckets = flatten(x, Key("x")), Buckets.of(x.shape, self.bucket)
-        scale, mean = self._scales(flat, buckets), buckets.mean_abs(flat)
+        flat, buckets, peaks = flatten_with_peaks(x, Key("x"), self.bucket)
+        scale, mean = self._scales(flat, buckets, peaks), buckets.mean_abs(flat, peaks)
         total = flat.double().square().sum()
         return float((buckets.sizes(flat.device) * scale * (2 * mean - scale)).sum() / total) if total else 1.0
 
-    def _scales(self, flat: Tensor, buckets: Buckets) -> Tensor:
+    def _scales(self, flat: Tensor, buckets: Buckets, peaks: Tensor) -> Tensor:
         if self.scale == "l1":
-            return buckets.mean_abs(flat)
-        return buckets.l2(flat).double() / buckets.sizes(flat.device).sqrt()
+            return buckets.mean_abs(flat, peaks)
+        return buckets.l2(flat, peaks).double() / buckets.sizes(flat.device).sqrt()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isgq.codecs import grid
 from isgq.codecs.buckets import Bucket, Buckets, check_bucket
-from isgq.codecs.flat import flatten, require_codec, restore
+from isgq.codecs.flat import flatten_with_peaks, require_codec, restore
 from isgq.core.errors import OptionError
 from isgq.core.keys import Key
 from isgq.core.payload import Payload, Symbols
@@ -47,8 +47,8 @@ class TernGrad:
 
     def encode(self, x: Tensor, key: Key) -> Payload:
         """Compress: ``k = sign(x)`` with probability ``min(|x|, s) / s``, else 0."""
-        flat, buckets = flatten(x, key), Buckets.of(x.shape, self.bucket)
-        scale = self._scales(flat, buckets)
+        flat, buckets, peaks = flatten_with_peaks(x, key, self.bucket)
+        scale = self._scales(flat, buckets, peaks)
         q = grid.round_stochastic(flat, scale, 1, buckets, key.digest)
         return Payload(self.name, tuple(x.shape), x.dtype, {"q": Symbols(q, grid.alphabet(1))}, {"norm": scale})
 
@@ -62,18 +62,17 @@ class TernGrad:
 
     def mean(self, x: Tensor) -> Tensor:
         """Mean of the decoded tensor over keys: x, clipped if ``clip`` is set; float32 of x's shape."""
-        flat, buckets = flatten(x, Key("x")), Buckets.of(x.shape, self.bucket)
-        limit = buckets.spread(self._scales(flat, buckets))
+        flat, buckets, peaks = flatten_with_peaks(x, Key("x"), self.bucket)
+        limit = buckets.spread(self._scales(flat, buckets, peaks))
         return torch.minimum(torch.maximum(flat, -limit), limit).reshape(x.shape)
 
     def variance(self, x: Tensor) -> Tensor:
         """Variance of each decoded element over keys, ``m (s - m)`` for an m of ``|mean|``; float32 of x's shape."""
-        flat, buckets = flatten(x, Key("x")), Buckets.of(x.shape, self.bucket)
-        return grid.rounding_variance(flat, self._scales(flat, buckets), 1, buckets).reshape(x.shape)
+        flat, buckets, peaks = flatten_with_peaks(x, Key("x"), self.bucket)
+        return grid.rounding_variance(flat, self._scales(flat, buckets, peaks), 1, buckets).reshape(x.shape)
 
-    def _scales(self, flat: Tensor, buckets: Buckets) -> Tensor:
-        largest = buckets.absmax(flat)
+    def _scales(self, flat: Tensor, buckets: Buckets, peaks: Tensor) -> Tensor:
         if self.clip is None:
-            return largest
-        deviation = buckets.l2(flat) / buckets.sizes(flat.device).sqrt()
-        return torch.minimum(largest, self.clip * deviation)
+            return peaks
+        deviation = buckets.l2(flat, peaks) / buckets.sizes(flat.device).sqrt()
+        return torch.minimum(peaks, self.clip * deviation)

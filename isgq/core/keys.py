@@ -20,6 +20,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +28,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isgq.core.errors import OptionError
-from isgq.core.parallel import PIECE, map_pieces, piece_size
+from isgq.core.kernels import compiled
+from isgq.core.parallel import PIECE, map_parts, map_pieces, piece_size
+
+_Result = TypeVar("_Result")
 
 # (shift, multiplier) of a well-mixing 32-bit permutation.
 _ROUNDS = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
@@ -65,10 +69,34 @@ class Key:
         return replace(self, name=f"{self.name}/{part}")
 
 
+@functools.lru_cache(maxsize=64)
 def _words(digest: int, role: str, block: int) -> Sequence[int]:
     text = digest.to_bytes(8, "little") + block.to_bytes(8, "little") + role.encode()
     raw = hashlib.blake2b(text, digest_size=16, person=b"isgq-stream").digest()
-    return [_signed(int.from_bytes(raw[i : i + 4], "little")) for i in (0, 4, 8, 12)]
+    return tuple(int.from_bytes(raw[i : i + 4], "little") for i in (0, 4, 8, 12))
+
+
+State = tuple[int, int, int, int]
+"""Where a stream of random numbers stands: the counter ``i + k0`` modulo 2**32, then k1, k2, k3; all unsigned."""
+
+
+def stream_state(digest: int, role: str, start: int) -> State:
+    """State of the stream (digest, role) at element ``start``; good up to the next multiple of 2**31."""
+    block, low = divmod(start, 1 << 31)
+    k0, k1, k2, k3 = _words(digest, role, block)
+    return (low + k0) % (1 << 32), k1, k2, k3
+
+
+def map_stream(work: Callable[[int, int, State], _Result], numel: int, digest: int, role: str) -> list[_Result]:
+    """``work(start, stop, state at start)`` for parts of the first ``numel`` elements of a stream, by threads.
+
+    Args:
+        work: as for :func:`isgq.core.parallel.map_parts`.
+        numel: number of elements.
+        digest: as in :func:`random_int32`.
+        role: as in :func:`random_int32`.
+    """
+    return map_parts(lambda start, stop: work(start, stop, stream_state(digest, role, start)), numel)
 
 
 def _xor_shift(x: Tensor, shift: int, scratch: Tensor) -> None:
@@ -79,9 +107,10 @@ def _xor_shift(x: Tensor, shift: int, scratch: Tensor) -> None:
 
 def _fill(out: Tensor, digest: int, role: str, start: int) -> None:
     """Write elements ``start ..`` of a stream into int32 ``out``; no block boundary lies within."""
-    block, low = divmod(start, 1 << 31)
-    k0, *later = _words(digest, role, block)
-    first = (low + k0) % (1 << 32)
+    state = first, *later = stream_state(digest, role, start)
+    if kernels := compiled("quantize", out.device):
+        kernels.words(state, out.numpy().view(np.uint32))
+        return
     if out.device.type == "cpu":
         _fill_numpy(out.numpy().view(np.uint32), first, later)
         return
@@ -89,7 +118,7 @@ def _fill(out: Tensor, digest: int, role: str, start: int) -> None:
     scratch = torch.empty_like(out)
     for (shift, multiplier), word in zip(_ROUNDS, later, strict=True):
         _xor_shift(out, shift, scratch)
-        out.mul_(_signed(multiplier)).add_(word)
+        out.mul_(_signed(multiplier)).add_(_signed(word))
     _xor_shift(out, _LAST_SHIFT, scratch)
 
 
@@ -105,7 +134,7 @@ def _fill_numpy(x: NDArray[np.uint32], first: int, later: Sequence[int]) -> None
     for (shift, multiplier), word in zip(_ROUNDS, later, strict=True):
         np.bitwise_xor(x, np.right_shift(x, np.uint32(shift), out=scratch), out=x)
         np.multiply(x, np.uint32(multiplier), out=x)
-        np.add(x, np.uint32(word % (1 << 32)), out=x)
+        np.add(x, np.uint32(word), out=x)
     np.bitwise_xor(x, np.right_shift(x, np.uint32(_LAST_SHIFT), out=scratch), out=x)
 
 
@@ -172,7 +201,12 @@ def uniform(
     _check_range(n, start)
     out = torch.empty(n, dtype=torch.float32, device=device)
 
+    kernels = compiled("quantize", out.device)
+
     def fill(part: Tensor, first: int) -> None:
+        if kernels:
+            kernels.uniforms(stream_state(digest, role, first), part.numpy())
+            return
         bits = torch.empty_like(part, dtype=torch.int32)
         _fill(bits, digest, role, first)
         if part.device.type == "cpu":

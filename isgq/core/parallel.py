@@ -15,6 +15,9 @@ import torch
 PIECE = (1 << 15) - 1
 """Elements of a piece on the CPU, at most."""
 
+PART = 1 << 16
+"""Elements that a compiled kernel works on at a time, at most; no stream of random numbers has a boundary within."""
+
 _WORTH_A_THREAD = 8  # pieces: about as long as a thread takes to start, ten times over
 
 _Item = TypeVar("_Item")
@@ -24,6 +27,16 @@ _Result = TypeVar("_Result")
 def piece_size(numel: int, device: torch.device) -> int:
     """Elements to work on together: all of them but on the CPU."""
     return PIECE if device.type == "cpu" else max(numel, 1)
+
+
+def map_parts(work: Callable[[int, int], _Result], numel: int) -> list[_Result]:
+    """``work(start, stop)`` for parts of ``0 .. numel - 1``, each of :data:`PART` elements but the last; by threads.
+
+    Args:
+        work: as for :func:`map_pieces`; to gain from threads it must hold no lock, as compiled kernels do.
+        numel: number of elements.
+    """
+    return map_pieces(lambda start: work(start, min(start + PART, numel)), range(0, numel, PART))
 
 
 def map_pieces(work: Callable[[_Item], _Result], pieces: Sequence[_Item]) -> list[_Result]:

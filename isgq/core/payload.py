@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from isgq.core.errors import CodecError, NonFiniteError
+from isgq.core.errors import CodecError
 
 Contract = Callable[[Tensor, Tensor], Tensor]
 """``(x, d) -> weight gradient``, linear in either argument; what an adapter computes for its module."""
@@ -176,22 +176,3 @@ class PairPayload:
     codec: str
     x: Payload
     d: Payload
-
-
-def check_finite(x: Tensor, what: str) -> None:
-    """Refuse NaN and Inf.
-
-    Args:
-        x: any tensor; integers pass.
-        what: how to call it in the message.
-
-    Raises:
-        NonFiniteError: some element is NaN or Inf.
-    """
-    # One pass without a mask or a copy: both extremes are finite exactly if all elements are (NaN propagates).
-    if x.is_floating_point() and x.numel() and not torch.isfinite(torch.stack(torch.aminmax(x.detach()))).all():
-        count = int((~torch.isfinite(x)).sum())
-        raise NonFiniteError(
-            f"{what} holds {count} NaN or Inf among {x.numel()} elements; "
-            "look for a diverging loss, a bad sample or an overflow in reduced precision"
-        )

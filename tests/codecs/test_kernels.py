@@ -1,0 +1,132 @@
+"""Compiled kernels against the plain code: the same bits from every codec, whatever the tensor."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from isgq.codecs.nested import NestedDithered
+from isgq.core.keys import Key, random_int32, uniform
+from isgq.core.kernels import compiled, disabled
+from isgq.core.parallel import PART
+from isgq.core.payload import Payload
+from isgq.core.registry import codec
+
+SPECS = [
+    *(f"dithered:levels={levels},bucket=row" for levels in (1, 2, 7, 127, 128, 4095)),
+    *(f"dithered:levels=3,bucket={bucket}" for bucket in (1, 2, 7, 512, "tensor")),
+    "dithered:levels=127,sparse=false",
+    "dithered:levels=5,mode=half,bucket=100",
+    "dithered:mode=one_bit",
+    *(f"qsgd:levels={levels},bucket={bucket}" for levels in (1, 4, 127) for bucket in (3, "row")),
+    "qsgd:levels=4,norm=l2",
+    "terngrad",
+    "terngrad:clip=2.5,bucket=row",
+    "int8",
+    "int8:block=1,rounding=stochastic",
+    *(f"nested_dithered:levels={levels},ratio={ratio}" for levels, ratio in ((1, 3), (3, 7), (9, 5), (300, 255))),
+    "nested_dithered:levels=200,ratio=401,bucket=row",
+    "nested_dithered:levels=4,ratio=3,bucket=5",
+    "lloyd_max:levels=1",
+    "lloyd_max:levels=4",
+    "lloyd_max:levels=16,sparse=false",
+    "lloyd_max:levels=17",
+    "qcs",
+    "qcs:block=96,rows=17,levels=3,mode=mmse",
+    "sign:bucket=row",
+    "one_bit",
+    "random_k:k=0.1",
+]
+
+
+def hard() -> dict[str, Tensor]:
+    """Tensors that break careless arithmetic."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(37, 131, generator=generator)
+    most, least = torch.finfo(torch.float32).max, 2.0**-149
+    return {
+        "normal": normal,
+        "wide": normal * 10.0 ** (76 * torch.rand(37, 131, generator=generator) - 45),
+        "denormal": torch.randint(-9, 10, (20, 33), generator=generator) * least,
+        "extreme": most * torch.randint(-1, 2, (16, 50), generator=generator).float(),
+        "nearly extreme": most * torch.rand(9, 70, generator=generator) * normal[:9, :70].sign(),
+        "zeros": torch.zeros(5, 40) * normal[:5, :40].sign(),
+        "minus zeros": -torch.zeros(5, 40),
+        "zero rows": torch.where(torch.arange(37)[:, None] % 3 == 0, 0.0, normal),
+        "sparse": normal.clamp(min=0),
+        "halves": torch.randint(-6, 7, (30, 65), generator=generator) / 6,
+        "one": torch.tensor([-2.5]),
+        "scalar": torch.tensor(0.75),
+        "empty": torch.empty(0, 3),
+        "strided": normal.T,
+        "float16": normal.half(),
+        "bfloat16": normal.bfloat16(),
+        "float64": normal.double(),
+        "long": torch.randn(3, PART + 17, generator=generator),
+    }
+
+
+def parts(payload: Payload) -> dict[str, bytes]:
+    """All that a payload holds, to the bit."""
+    streams = {name: (s.alphabet, s.values.numpy().tobytes()) for name, s in payload.symbols.items()}
+    tensors = {name: t.contiguous().view(-1).numpy().tobytes() for name, t in payload.tensors.items()}
+    return streams | tensors | {"": (payload.shape, payload.dtype, payload.digest)}
+
+
+def bits(x: Tensor) -> bytes:
+    return x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+def test_kernels_are_at_work() -> None:
+    assert compiled("quantize", torch.device("cpu")) is not None
+    with disabled():
+        assert compiled("quantize", torch.device("cpu")) is None
+    assert compiled("quantize", torch.device("meta")) is None
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_symbols_and_values_are_those_of_plain_code(spec: str) -> None:
+    coder = codec(spec)
+    for at, (name, x) in enumerate(hard().items()):
+        key = Key(name, seed=at)
+        payload, again = coder.encode(x, key), coder.encode(x, key)
+        with disabled():
+            plain = coder.encode(x, key)
+            expected = coder.decode(plain)
+        assert parts(payload) == parts(again) == parts(plain), name
+        assert bits(coder.decode(payload)) == bits(expected), name
+
+
+def test_side_information_serves_alike() -> None:
+    coder = NestedDithered(levels=6, ratio=3, bucket=50)
+    for name, x in hard().items():
+        payload = coder.encode(x, Key(name))
+        side = x * 0.9
+        decoded = coder.decode_with(payload, side)
+        with disabled():
+            assert bits(coder.decode_with(payload, side)) == bits(decoded), name
+        assert torch.equal(side, x * 0.9), "the guess is the caller's"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("spec", ["dithered", "int8", "qcs", "lloyd_max", "nested_dithered", "sign", "exact"])
+def test_what_is_not_finite_is_refused_alike(spec: str, bad: float) -> None:
+    x = torch.zeros(5, 2 * PART // 3)
+    x[3, 77] = bad
+    messages = []
+    for plain in (False, True):
+        with disabled() if plain else torch.no_grad(), pytest.raises(Exception, match="1 NaN or Inf") as caught:
+            codec(spec).encode(x, Key("w"))
+        messages.append((type(caught.value), str(caught.value)))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("start", [0, 1, 31, (1 << 31) - 5, (1 << 31) - 3 * PART, 5 << 31, (1 << 33) + 12345])
+def test_streams_are_the_same_integers(start: int) -> None:
+    for n, draw in itertools.product((0, 1, 15, 64, 1000, 3 * PART + 1), (random_int32, uniform)):
+        digest = 0xFEDCBA9876543210 + n
+        shape = n if draw is random_int32 else (n,)
+        ours = draw(digest, "role", shape, start=start)
+        with disabled():
+            assert torch.equal(ours, draw(digest, "role", shape, start=start))
