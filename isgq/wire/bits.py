@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isgq.core.errors import WireError
+from isgq.core.kernels import compiled
 from isgq.core.parallel import PIECE
 from isgq.core.payload import symbol_dtype
 
@@ -217,6 +218,9 @@ def _pack_digits(digits: Tensor, base: int, out: Tensor) -> None:
     if per_byte == 1:
         _copy(digits, out)
         return
+    if size and (kernels := compiled("coding", digits.device)):
+        kernels.pack_digits(digits.numpy(), base, out.numpy())
+        return
     if digits.numel() < per_byte * size:
         digits = torch.cat([digits, digits.new_zeros(per_byte * size - digits.numel())])
     planes = digits.view(per_byte, size)
@@ -244,6 +248,10 @@ def _unpack_digits(data: Tensor, base: int, count: int) -> Tensor:
             )
     if per_byte == 1:
         return data
+    if kernels := compiled("coding", data.device):
+        digits = data.new_empty(count)
+        kernels.unpack_digits(data.numpy(), base, digits.numpy())
+        return digits
     if base == 3:
         digits = _trits_of(data, per_byte)
     else:

@@ -27,6 +27,7 @@ import enum
 import functools
 import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal, get_args
 
 import constriction
@@ -37,7 +38,8 @@ import zstandard
 from torch import Tensor
 
 from isgq.core.errors import OptionError, WireError
-from isgq.core.parallel import map_pieces, piece_size
+from isgq.core.kernels import compiled
+from isgq.core.parallel import map_parts, map_pieces, piece_size
 from isgq.core.payload import Symbols, symbol_dtype
 from isgq.wire.bits import DIGITS_PER_BYTE, pack_symbols, packed_size, unpack_symbols, whole_digits
 
@@ -284,10 +286,23 @@ def _histograms(symbols: Symbols, whole: Tensor | None) -> tuple[_Ints, _Ints | 
 
 
 def _count(values: Tensor, alphabet: int) -> _Ints:
+    if alphabet <= 256 and (kernels := compiled("coding", values.device)):
+        return _count_compiled(kernels, values.numpy())[:alphabet]
     parts = torch.split(values, piece_size(values.numel(), values.device))
     counted = map_pieces(lambda part: torch.bincount(part, minlength=alphabet), parts)
     total: _Ints = torch.stack(counted).sum(0).cpu().numpy()
     return total
+
+
+def _count_compiled(kernels: ModuleType, values: npt.NDArray[np.uint8]) -> _Ints:
+    """How often each byte occurs: ``[256]``."""
+
+    def work(start: int, stop: int) -> _Ints:
+        counts = np.zeros(256, dtype=np.int64)
+        kernels.count_bytes(values[start:stop], counts)
+        return counts
+
+    return sum(map_parts(work, len(values)), np.zeros(256, dtype=np.int64))
 
 
 def _best_model(counts: _Ints, *coders: Coder) -> tuple[_Model, float]:
@@ -334,13 +349,19 @@ def ans_encode(values: npt.NDArray[np.integer], table: _Ints) -> bytes:
     Returns:
         The little-endian words without the zero bytes at their end.
     """
+    if values.dtype == np.uint8 and (kernels := compiled("coding", torch.device("cpu"))):
+        out = np.empty(len(values) + 2, dtype=np.uint32)
+        return _to_bytes(out[: kernels.ans_encode(values, table, out)])
     coder = constriction.stream.stack.AnsCoder()
     coder.encode_reverse(values.astype(np.int32), _categorical(table))
-    words: npt.NDArray[np.uint32] = coder.get_compressed()
-    return words.astype("<u4").tobytes().rstrip(b"\0")
+    return _to_bytes(coder.get_compressed())
 
 
-def ans_decode(data: bytes, count: int, table: _Ints) -> npt.NDArray[np.int32]:
+def _to_bytes(words: npt.NDArray[np.uint32]) -> bytes:
+    return words.astype("<u4", copy=False).tobytes().rstrip(b"\0")
+
+
+def ans_decode(data: bytes, count: int, table: _Ints) -> npt.NDArray[np.uint8 | np.int32]:
     """Inverse of :func:`ans_encode`.
 
     Raises:
@@ -349,6 +370,11 @@ def ans_decode(data: bytes, count: int, table: _Ints) -> npt.NDArray[np.int32]:
     if data.endswith(b"\0"):
         raise WireError("ANS stream ends in a zero byte, which an encoder would have left off")
     words = np.frombuffer(data + bytes(-len(data) % 4), dtype="<u4").astype(np.uint32)
+    if len(table) <= 256 and (kernels := compiled("coding", torch.device("cpu"))):
+        symbols = np.empty(count, dtype=np.uint8)
+        if not kernels.ans_decode(words, table, symbols):
+            raise WireError(f"ANS stream holds more than its {count} symbols")
+        return symbols
     coder = constriction.stream.stack.AnsCoder(words)
     values: npt.NDArray[np.int32] = coder.decode(_categorical(table), count)
     if not coder.is_empty():

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from isgq.codecs.nested import NestedDithered
-from isgq.core.keys import Key, random_int32, uniform
 from isgq.core.kernels import compiled, disabled
+from isgq.core.keys import Key, random_int32, uniform
 from isgq.core.parallel import PART
 from isgq.core.payload import Payload
 from isgq.core.registry import codec

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
-from numba.core import event
+from llvmlite import ir
+from numba.core import event, types
+from numba.extending import intrinsic
 
 from isgq.core.kernels import is_main_rank
 
@@ -15,6 +17,18 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def kernel(function: _Function) -> _Function:
     """Compile at the first call, keep on disk, hold no lock; IEEE arithmetic as it is written."""
     return cast(_Function, numba.njit(cache=True, nogil=True, fastmath=False, error_model="numpy")(function))
+
+
+@intrinsic
+def multiply_high(_: Any, a: Any, b: Any) -> Any:
+    """Upper half of the 128-bit product of two uint64."""
+
+    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        wide = ir.IntType(128)
+        product = builder.mul(*(builder.zext(argument, wide) for argument in arguments))
+        return builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint64), generate
 
 
 class _Notice(event.Listener):

@@ -1,0 +1,157 @@
+"""Kernels of the wire: digits into bytes and back, histograms, asymmetric numeral systems.
+
+Each gives what the plain code gives where it is called; streams are bytes, words and states unsigned.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isgq.core.kernels.compiler import kernel, multiply_high
+
+_Bytes = NDArray[np.uint8]
+_Words = NDArray[np.uint32]
+_Ints = NDArray[np.int64]
+
+_BLOCK = 4096  # bytes that stay in the cache while digit after digit goes over them
+_TABLES = 8  # histograms side by side: increments of one byte's count wait for one another
+
+_TOTAL_BITS = np.uint64(24)
+_QUANTILE = np.uint64((1 << 24) - 1)
+_WORD_BITS = np.uint64(32)
+_WORD = np.uint64(0xFFFFFFFF)
+_FULL_SHIFT = np.uint64(64 - 24)
+_ONE = np.uint64(1)
+_LOOKUP_BITS = 10
+_LOOKUP_SHIFT = np.uint64(24 - 10)
+
+
+@kernel
+def pack_digits(digits: _Bytes, base: int, out: _Bytes) -> None:
+    """Byte j is ``sum_c digits[j + c m] base**c``, m being the number of bytes: see :mod:`isgq.wire.bits`."""
+    size, factor = len(out), np.uint8(base)
+    for first in range(0, size, _BLOCK):
+        total = out[first : first + _BLOCK]
+        total[:] = np.uint8(0)
+        for plane in range((len(digits) - 1) // size, -1, -1):
+            row = digits[plane * size + first : min(plane * size + first + len(total), len(digits))]
+            for j in range(len(total)):
+                total[j] = np.uint8(total[j] * factor)
+            for j in range(len(row)):
+                total[j] = np.uint8(total[j] + row[j])
+
+
+@kernel
+def unpack_digits(data: _Bytes, base: int, out: _Bytes) -> None:
+    """Inverse of :func:`pack_digits`, of bytes that it may have written."""
+    size, mask = len(data), np.uint8(base - 1)
+    width = np.uint8(1 if base == 2 else 2 if base == 4 else 4)
+    rest = np.empty(_BLOCK, dtype=np.uint8)
+    for first in range(0, size, _BLOCK):
+        block = data[first : first + _BLOCK]
+        left = rest[: len(block)]
+        left[:] = block
+        for plane in range((len(out) - 1) // size + 1):
+            row = out[plane * size + first : min(plane * size + first + len(block), len(out))]
+            if base == 3:
+                for j in range(len(row)):
+                    quotient = np.uint16(np.uint16(left[j] * np.uint16(171)) >> np.uint16(9))  # by 3, below 256
+                    row[j] = np.uint8(left[j] - np.uint8(3 * quotient))
+                    left[j] = np.uint8(quotient)
+            else:
+                for j in range(len(row)):
+                    row[j] = np.uint8(left[j] & mask)
+                    left[j] = np.uint8(left[j] >> width)
+
+
+@kernel
+def count_bytes(values: _Bytes, out: _Ints) -> None:
+    """How often each value occurs: 256 counts."""
+    tables = np.zeros((_TABLES, 256), dtype=np.int32)
+    whole = len(values) // _TABLES * _TABLES
+    for i in range(0, whole, _TABLES):
+        for t in range(_TABLES):
+            tables[t, values[i + t]] += 1
+    for value in values[whole:]:
+        tables[0, value] += 1
+    for t in range(_TABLES):
+        for value in range(256):
+            out[value] += tables[t, value]
+
+
+@kernel
+def _cumulate(frequencies: _Ints) -> Any:
+    sums = np.zeros(len(frequencies) + 1, dtype=np.uint64)
+    for symbol in range(len(frequencies)):
+        sums[symbol + 1] = sums[symbol] + np.uint64(frequencies[symbol])
+    return sums
+
+
+@kernel
+def ans_encode(values: _Bytes, frequencies: _Ints, out: _Words) -> int:
+    """Code symbols, the last first, with a state of 64 bits that starts from 0.
+
+    Args:
+        values: ``[n]``.
+        frequencies: ``[alphabet]``, which sum to 2**24.
+        out: room for ``n + 2`` words.
+
+    Returns:
+        The number of words.
+    """
+    sums = _cumulate(frequencies)
+    inverse = np.empty(len(frequencies), dtype=np.uint64)
+    for symbol in range(len(frequencies)):
+        inverse[symbol] = ~np.uint64(0) // np.uint64(frequencies[symbol])
+    state, size = np.uint64(0), 0
+    for i in range(len(values) - 1, -1, -1):
+        symbol = values[i]
+        frequency = np.uint64(frequencies[symbol])
+        if (state >> _FULL_SHIFT) >= frequency:
+            out[size] = np.uint32(state & _WORD)
+            size += 1
+            state >>= _WORD_BITS
+        # The product's upper half is the quotient or 1 less.
+        quotient = multiply_high(state, inverse[symbol])
+        remainder = state - quotient * frequency
+        if remainder >= frequency:
+            quotient += _ONE
+            remainder -= frequency
+        state = (quotient << _TOTAL_BITS) + sums[symbol] + remainder
+    while state:
+        out[size] = np.uint32(state & _WORD)
+        size += 1
+        state >>= _WORD_BITS
+    return size
+
+
+@kernel
+def ans_decode(words: _Words, frequencies: _Ints, out: _Bytes) -> bool:
+    """Inverse of :func:`ans_encode`: fills ``out``.
+
+    Returns:
+        Whether the words hold exactly these symbols.
+    """
+    sums = _cumulate(frequencies)
+    lookup = np.empty(1 << _LOOKUP_BITS, dtype=np.uint8)
+    symbol = 0
+    for i in range(1 << _LOOKUP_BITS):
+        while sums[symbol + 1] <= np.uint64(i) << _LOOKUP_SHIFT:
+            symbol += 1
+        lookup[i] = symbol
+    left, state = len(words), np.uint64(0)
+    for _ in range(min(2, left)):
+        left -= 1
+        state = state << _WORD_BITS | np.uint64(words[left])
+    for i in range(len(out)):
+        quantile = state & _QUANTILE
+        symbol = np.int64(lookup[quantile >> _LOOKUP_SHIFT])
+        while sums[symbol + 1] <= quantile:
+            symbol += 1
+        out[i] = symbol
+        state = (state >> _TOTAL_BITS) * np.uint64(frequencies[symbol]) + (quantile - sums[symbol])
+        if state <= _WORD and left:
+            left -= 1
+            state = state << _WORD_BITS | np.uint64(words[left])
+    return left == 0 and state == 0
