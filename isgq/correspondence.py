@@ -27,6 +27,7 @@ class Correspondence:
     def __init__(self) -> None:
         self._known: dict[_Address, Form] = {}
         self._learned: dict[_Address, Form] = {}
+        self._latest = Template()
 
     def write(
         self, carriers: Sequence[Carrier], records: Sequence[Record], keys: Sequence[Key]
@@ -77,7 +78,10 @@ class Correspondence:
         self._learned.clear()
 
     def _template(self, carriers: Sequence[Carrier], keys: Sequence[Key]) -> Template:
-        return Template.of_forms(map(self._known.get, _addresses(carriers, keys)))
+        forms = tuple(map(self._known.get, _addresses(carriers, keys)))
+        if forms != self._latest.forms:  # they hardly ever change
+            self._latest = Template.of_forms(forms)
+        return self._latest
 
     def _learn(self, carriers: Sequence[Carrier], keys: Sequence[Key], records: Sequence[Record]) -> None:
         self._learned.update(zip(_addresses(carriers, keys), map(form_of, records), strict=True))

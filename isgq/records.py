@@ -161,6 +161,7 @@ class FactorCarrier:
         self.name, self.names = self.unit.name, names_of(self.unit)
         self.rows: Sequence[Rows] = [Rows.whole(name, self.windows[name].parameter.shape) for name in self.names]
         self._trusted = True
+        self._planner = self.codec if isinstance(self.codec, PlansTogether) else None
 
     def _flat(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """This rank's gradient as autograd made it: weight and riding bias as one flat vector."""
@@ -176,10 +177,10 @@ class FactorCarrier:
         return Payload(_PLAIN, tuple(flat.shape), flat.dtype, {}, {"values": flat})
 
     def _begin(self, factors: Factors, key: Key) -> Record | Unfinished:
-        if not isinstance(self.codec, PlansTogether) or not self.codec.together:
+        if self._planner is None or not self._planner.together:
             return self.codec.encode_pair(factors, self.unit.contract, key)
-        prepared = self.codec.prepare(factors, self.unit.contract, key)
-        return prepared if isinstance(prepared, PairPayload) else Unfinished(self.codec, prepared)
+        prepared = self._planner.prepare(factors, self.unit.contract, key)
+        return prepared if isinstance(prepared, PairPayload) else Unfinished(self._planner, prepared)
 
     def _trusted_factors(self, gradients: Mapping[str, Tensor], step: int) -> Factors | None:
         """All of this step's pairs as one, or None where the gradient itself must travel."""

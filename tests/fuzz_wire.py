@@ -24,8 +24,9 @@ from torch import Tensor
 from isgq.core.errors import WireError
 from isgq.core.payload import Payload, Symbols, symbol_dtype
 from isgq.wire import Template, entropy, pack, pack_message, unpack, unpack_message
+from isgq.wire.ans import ans_encode, frequencies
 from isgq.wire.bits import pack_symbols, packed_size, whole_digits
-from isgq.wire.entropy import Coder, ans_encode, frequencies
+from isgq.wire.entropy import Coder
 from isgq.wire.format import Kind, checksum, read_frame
 from isgq.wire.layout import Record, parts_of
 from isgq.wire.record import Digests

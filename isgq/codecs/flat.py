@@ -5,7 +5,7 @@ from torch import Tensor
 
 from isgq.codecs.buckets import Bucket, Buckets
 from isgq.core.errors import CodecError, NonFiniteError
-from isgq.core.extremes import check_finite, is_finite
+from isgq.core.extremes import are_finite, check_finite
 from isgq.core.keys import Key
 from isgq.core.payload import FLOAT_DTYPES, Payload
 
@@ -44,7 +44,7 @@ def flatten_with_peaks(x: Tensor, key: Key, bucket: Bucket) -> tuple[Tensor, Buc
     """
     flat, buckets = _elements(x, key), Buckets.of(x.shape, bucket)
     peaks = buckets.absmax(flat)
-    if not is_finite(peaks):
+    if not are_finite(peaks):
         flatten(x, key)  # raises, and says what is wrong
     return flat, buckets, peaks
 

@@ -4,8 +4,9 @@ A *direct* codec (:class:`Codec`) maps one tensor to a payload; a *pair* codec (
 of a gradient. Codecs are pure: no communication, no hidden state; the key is the only source of randomness.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor
 
@@ -138,8 +139,13 @@ def learned_by(codec: object) -> Stateful | None:
     return codec.common if isinstance(codec, Learns) else None
 
 
+@functools.cache  # such a question to a protocol takes as long as the digests
+def _has_own_digests(kind: type) -> bool:
+    return issubclass(kind, OwnDigests)
+
+
 def pair_digests(codec: PairCodec, key: Key) -> tuple[int, int]:
     """What a receiver takes the digests of a pair for, so that they need not be sent."""
-    if isinstance(codec, OwnDigests):
-        return codec.digests(key)
+    if _has_own_digests(type(codec)):
+        return cast(OwnDigests, codec).digests(key)
     return key.child("x").digest, key.child("d").digest

@@ -1,5 +1,7 @@
 """The largest magnitudes of a tensor, and whether it is finite at all."""
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -47,9 +49,14 @@ def is_finite(x: Tensor) -> bool:
     if not x.numel():
         return True
     if x.dtype is torch.float32 and x.is_contiguous():
-        return bool(absmax(x.view(-1), x.numel()).isfinite())
+        return are_finite(absmax(x.view(-1), x.numel()))
     # One pass without a mask or a copy: both extremes are finite exactly if all elements are (NaN propagates).
     return bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
+
+
+def are_finite(peaks: Tensor) -> bool:
+    """Whether numbers of which none is negative, as of :func:`absmax`, are neither NaN nor Inf."""
+    return not peaks.numel() or math.isfinite(float(peaks.max()))
 
 
 def check_finite(x: Tensor, what: str) -> None:

@@ -19,7 +19,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -66,7 +66,7 @@ class Key:
 
     def child(self, part: str) -> "Key":
         """Key of a part of this tensor, e.g. ``key.child("x")`` of the gradient's factor x; independent of its own."""
-        return replace(self, name=f"{self.name}/{part}")
+        return Key(f"{self.name}/{part}", self.seed, self.step, self.rank)
 
 
 @functools.lru_cache(maxsize=64)

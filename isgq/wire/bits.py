@@ -19,7 +19,7 @@ take microseconds, since waiting for one takes milliseconds where cores are busy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -106,7 +106,7 @@ def pack_symbols(values: Tensor, alphabet: int, planner: Planner = tight_digits)
     """
     out = torch.empty(packed_size(values.numel(), alphabet, planner), dtype=torch.uint8, device=values.device)
     start = 0
-    for segment in torch.split(values, SEGMENT):
+    for segment in _segments(values):
         for base, digits in _digits_of(segment, planner(alphabet)):
             end = start + _position_size(digits.numel(), base)
             _pack_digits(digits, base, out[start:end])
@@ -137,7 +137,7 @@ def unpack_symbols(data: Tensor, count: int, alphabet: int, planner: Planner = t
     allocate = torch.empty if plan else torch.zeros
     values = allocate(count, dtype=symbol_dtype(alphabet), device=data.device)
     start = 0
-    for segment in torch.split(values, SEGMENT):
+    for segment in _segments(values):
         for base, shift, positions in plan:
             for power in range(positions):
                 end = start + _position_size(segment.numel(), base)
@@ -149,6 +149,10 @@ def unpack_symbols(data: Tensor, count: int, alphabet: int, planner: Planner = t
     if count and capacity > alphabet and (largest := _largest(values)) >= alphabet:
         raise WireError(f"symbol {largest} in a stream whose alphabet is {alphabet}: allowed are 0 .. {alphabet - 1}")
     return values
+
+
+def _segments(values: Tensor) -> Sequence[Tensor]:
+    return [values] if values.numel() <= SEGMENT else torch.split(values, SEGMENT)
 
 
 def _position_size(count: int, base: int) -> int:

@@ -12,25 +12,16 @@ Coders:
 
 Whole symbols in bytes: two to eight to a byte for alphabets up to 16, so that coder 4 is as many times as fast.
 
-Asymmetric numeral systems: J. Duda, "Asymmetric numeral systems: entropy coding combining speed of Huffman coding with
-compression rate of arithmetic coding", 2013.
-
 A body has at least ``values // 4096`` bytes, *values* being the bytes that the symbols take in memory; a shorter one
 is filled up with zeros. So what a receiver allocates is bounded by what it received, whatever the coder.
-
-A categorical model is a table of integer frequencies, at least 1 each, which sum to 2**24; both sides build it from
-integers alone, so that it is the same everywhere. A coder whose model both sides know from elsewhere needs only another
-table in the place of the transmitted one: :func:`ans_encode` and :func:`ans_decode` take the frequencies.
 """
 
 import enum
-import functools
 import math
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal, get_args
 
-import constriction
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -41,6 +32,7 @@ from isgq.core.errors import OptionError, WireError
 from isgq.core.kernels import compiled
 from isgq.core.parallel import map_parts, map_pieces, piece_size
 from isgq.core.payload import Symbols, symbol_dtype
+from isgq.wire.ans import TOTAL_BITS, ans_decode, ans_encode, frequencies, weight_codes
 from isgq.wire.bits import DIGITS_PER_BYTE, pack_symbols, packed_size, unpack_symbols, whole_digits
 
 CoderName = Literal["auto", "packed", "zstd", "ans"]
@@ -50,9 +42,6 @@ EXPANSION = 4096
 
 ANS_ALPHABET_MAX = 4096
 """Largest alphabet for which a frequency table is sent."""
-
-TOTAL_BITS = 24
-"""The frequencies of a model sum to ``2 ** TOTAL_BITS``."""
 
 LARGE = 1 << 20
 """Symbols from which on a stream is large: speed counts for more."""
@@ -234,35 +223,6 @@ def _unzstd(body: Tensor, count: int, alphabet: int) -> Tensor:
     return torch.frombuffer(bytearray(whole), dtype=torch.uint8)
 
 
-@functools.cache
-def weight_table(bits: int) -> _Ints:
-    """Weights of the codes of a table: zero, then small floating-point numbers.
-
-    Code c > 0 stands for ``(2**m + (c - 1) % 2**m) << (c - 1) // 2**m`` with m = 1 bit of mantissa of 4, or 4 of 8: in
-    steps of a factor 1.33 to 1.5 over a range of 128, or of 1.03 to 1.06 over a range of 61440.
-    """
-    mantissa = {4: 1, 8: 4}[bits]
-    code = np.arange((1 << bits) - 1, dtype=np.int64)
-    return np.concatenate([[0], ((1 << mantissa) + (code & (1 << mantissa) - 1)) << (code >> mantissa)])
-
-
-def frequencies(codes: npt.NDArray[np.uint8], bits: int) -> _Ints:
-    """The model of a table of weight codes ``[alphabet]``: integer frequencies ``[alphabet]``.
-
-    With weights w, their sums C up to and with a symbol, alphabet a and ``F = 2**24 - a``, the frequencies up to and
-    with symbol i sum to ``C_i F // C_(a-1) + i + 1``.
-
-    Raises:
-        WireError: all weights are zero.
-    """
-    sums = np.cumsum(weight_table(bits)[codes])
-    if sums[-1] == 0:
-        raise WireError(f"all {len(codes)} weights of a stream's table are zero")
-    scaled: _Ints = sums * ((1 << TOTAL_BITS) - len(codes)) // sums[-1]
-    scaled[1:] -= scaled[:-1].copy()
-    return scaled + 1
-
-
 @dataclass(frozen=True, slots=True)
 class _Model:
     """A transmitted model: the codes of its table and the frequencies that follow from them."""
@@ -309,10 +269,7 @@ def _best_model(counts: _Ints, *coders: Coder) -> tuple[_Model, float]:
     """The model that makes a stream of this histogram smallest, table included, and the bytes that it will take."""
     choices = []
     for coder in coders or (Coder.ANS_COARSE, Coder.ANS_FINE):
-        weights = weight_table(coder.weight_bits)
-        target = counts * (weights[-1] / counts.max())
-        codes = np.searchsorted((weights[:-1] + weights[1:]) / 2, target).astype(np.uint8)
-        codes[(codes == 0) & (counts > 0)] = 1
+        codes = weight_codes(counts, coder.weight_bits)
         model = _Model(coder, codes, frequencies(codes, coder.weight_bits))
         bits = float(counts @ (TOTAL_BITS - np.log2(model.frequencies)))
         choices.append((model, math.ceil(bits / 8) + packed_size(len(counts), 1 << coder.weight_bits)))
@@ -332,51 +289,3 @@ def _unans(body: Tensor, count: int, alphabet: int, weight_bits: int) -> Tensor:
     weights = unpack_symbols(body[:table], alphabet, 1 << weight_bits).numpy()
     values = ans_decode(body[table:].numpy().tobytes(), count, frequencies(weights, weight_bits))
     return torch.from_numpy(values).to(symbol_dtype(alphabet))
-
-
-def _categorical(table: _Ints) -> constriction.stream.model.Categorical:
-    # constriction gives every symbol 1 of the 2**24 and shares out the rest in proportion: exactly these frequencies.
-    return constriction.stream.model.Categorical((table - 1).astype(np.float64), perfect=False)
-
-
-def ans_encode(values: npt.NDArray[np.integer], table: _Ints) -> bytes:
-    """Code symbols by asymmetric numeral systems: 32-bit words, 64-bit state that starts from 0.
-
-    Args:
-        values: ``[n]`` symbols.
-        table: integer frequencies ``[alphabet]`` that sum to 2**24.
-
-    Returns:
-        The little-endian words without the zero bytes at their end.
-    """
-    if values.dtype == np.uint8 and (kernels := compiled("coding", torch.device("cpu"))):
-        out = np.empty(len(values) + 2, dtype=np.uint32)
-        return _to_bytes(out[: kernels.ans_encode(values, table, out)])
-    coder = constriction.stream.stack.AnsCoder()
-    coder.encode_reverse(values.astype(np.int32), _categorical(table))
-    return _to_bytes(coder.get_compressed())
-
-
-def _to_bytes(words: npt.NDArray[np.uint32]) -> bytes:
-    return words.astype("<u4", copy=False).tobytes().rstrip(b"\0")
-
-
-def ans_decode(data: bytes, count: int, table: _Ints) -> npt.NDArray[np.uint8 | np.int32]:
-    """Inverse of :func:`ans_encode`.
-
-    Raises:
-        WireError: the data end in a zero byte, or do not hold exactly this many symbols.
-    """
-    if data.endswith(b"\0"):
-        raise WireError("ANS stream ends in a zero byte, which an encoder would have left off")
-    words = np.frombuffer(data + bytes(-len(data) % 4), dtype="<u4").astype(np.uint32)
-    if len(table) <= 256 and (kernels := compiled("coding", torch.device("cpu"))):
-        symbols = np.empty(count, dtype=np.uint8)
-        if not kernels.ans_decode(words, table, symbols):
-            raise WireError(f"ANS stream holds more than its {count} symbols")
-        return symbols
-    coder = constriction.stream.stack.AnsCoder(words)
-    values: npt.NDArray[np.int32] = coder.decode(_categorical(table), count)
-    if not coder.is_empty():
-        raise WireError(f"ANS stream holds more than its {count} symbols")
-    return values

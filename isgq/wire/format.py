@@ -167,11 +167,13 @@ def _write(
     bodies: list[Pieces] = []
     for index, record in enumerate(records):
         layout, sizes = form = form_of(record)
-        if layout not in layouts:
-            layouts[layout] = len(layouts)
-            new_layouts.append(write_layout(layout, names))
-        known = form == template.form(index)
-        said = varint(0) if known else varint(1 + layouts[layout]) + write_sizes(sizes, layout)
+        if form == template.form(index):
+            said = varint(0)
+        else:
+            if layout not in layouts:
+                layouts[layout] = len(layouts)
+                new_layouts.append(write_layout(layout, names))
+            said = varint(1 + layouts[layout]) + write_sizes(sizes, layout)
         bodies.append([said, *write_record(record, coder, kind is Kind.IMPLIED)])
     new_names = list(names)[len(template.names) :]
     frame = bytearray().join([

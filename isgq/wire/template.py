@@ -7,11 +7,12 @@ begins with that of the template, so that reading with another one is an error a
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from isgq.wire.layout import Layout, Record, layout_of, write_layout
+from isgq.core.payload import Payload
+from isgq.wire.layout import Layout, Record, layout_of, parts_of, write_layout
 from isgq.wire.reader import text, varint
 from isgq.wire.record import Sizes, sizes_of, write_sizes
 
@@ -64,10 +65,28 @@ class Template:
         return self.forms[index] if index < len(self.forms) else None
 
 
+_forms: dict[Hashable, Form] = {}  # by all that a form follows from; a training step asks again and again
+_MOST_FORMS = 4096
+
+
 def form_of(record: Record) -> Form:
-    """The form of a record.
+    """The form of a record; asked again for a record like it, the same object.
 
     Raises:
         CodecError: it could not be sent.
     """
-    return layout_of(record), sizes_of(record)
+    parts = parts_of(record)
+    facts = (record.codec, len(parts), parts[0].digest == parts[-1].digest, *map(_facts, parts))
+    form = _forms.get(facts)
+    if form is None:
+        form = layout_of(record), sizes_of(record)
+        if len(_forms) >= _MOST_FORMS:
+            _forms.clear()
+        _forms[facts] = form
+    return form
+
+
+def _facts(part: Payload) -> Hashable:
+    tensors = tuple((name, tensor.dtype, tensor.shape) for name, tensor in part.tensors.items())
+    streams = tuple((name, symbols.alphabet, symbols.values.shape) for name, symbols in part.symbols.items())
+    return part.codec, tuple(part.shape), part.dtype, part.digest == 0, tensors, streams

@@ -9,18 +9,15 @@ import torch
 from isgq.core.errors import OptionError, WireError
 from isgq.core.payload import Symbols, symbol_dtype
 from isgq.wire import entropy
+from isgq.wire.ans import ans_decode, ans_encode, frequencies, weight_table
 from isgq.wire.bits import pack_symbols, packed_size, whole_digits
 from isgq.wire.entropy import (
     EXPANSION,
     LARGE,
     Coder,
-    ans_decode,
-    ans_encode,
     decode_stream,
     encode_stream,
-    frequencies,
     minimum_size,
-    weight_table,
 )
 from tests.wire.records import ALPHABETS, skewed, symbols
 

@@ -81,6 +81,32 @@ def count_bytes(values: _Bytes, out: _Ints) -> None:
 
 
 @kernel
+def weight_codes(counts: _Ints, midpoints: NDArray[np.float64], largest: int, out: _Bytes) -> None:
+    """Codes of the weights nearest to the counts, the largest count being given the largest weight; 0 for 0 alone."""
+    factor = largest / np.max(counts)
+    for symbol in range(len(counts)):
+        code = np.searchsorted(midpoints, counts[symbol] * factor)
+        out[symbol] = max(code, 1) if counts[symbol] > 0 else code
+
+
+@kernel
+def share(codes: _Bytes, weights: _Ints, out: _Ints) -> bool:
+    """The frequencies of :func:`isgq.wire.ans.frequencies`; False where all weights are zero."""
+    total = np.int64(0)
+    for code in codes:
+        total += weights[code]
+    if total == 0:
+        return False
+    room, weight, given = np.int64((1 << 24) - len(codes)), np.int64(0), np.int64(0)
+    for symbol in range(len(codes)):
+        weight += weights[codes[symbol]]
+        reached = weight * room // total
+        out[symbol] = reached - given + 1
+        given = reached
+    return True
+
+
+@kernel
 def _cumulate(frequencies: _Ints) -> Any:
     sums = np.zeros(len(frequencies) + 1, dtype=np.uint64)
     for symbol in range(len(frequencies)):
