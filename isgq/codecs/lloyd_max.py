@@ -177,7 +177,14 @@ def look_up(payload: Payload) -> Tensor:
     """
     codes = payload.require_symbols("codes", payload.numel)
     codebook = payload.require_tensor("codebook", codes.alphabet, torch.float32)
-    return restore(codebook.index_select(0, codes.values.int()), payload)
+    kernels = compiled("quantize", codes.values.device) if codes.values.dtype is torch.uint8 else None
+    if kernels is None or not payload.numel or int(codes.values.max()) >= codes.alphabet:
+        return restore(codebook.index_select(0, codes.values.int()), payload)  # refuses codes outside the book
+    table, flat = np.zeros(256, dtype=np.float32), torch.empty(payload.numel)
+    table[: codes.alphabet] = codebook.numpy()
+    given, out = codes.values.numpy(), flat.numpy()
+    map_parts(lambda start, stop: kernels.look_up(given, table, start, stop, out), payload.numel)
+    return restore(flat, payload)
 
 
 @register_codec("lloyd_max")

@@ -68,12 +68,13 @@ def frequencies(codes: npt.NDArray[np.uint8], bits: int) -> _Ints:
 def weight_codes(counts: _Ints, bits: int) -> npt.NDArray[np.uint8]:
     """Codes of the weights nearest in proportion to the counts; 0 where a count is 0 alone."""
     midpoints, largest = _midpoints(bits), int(weight_table(bits)[-1])
+    codes = np.empty(len(counts), dtype=np.uint8)
     if kernels := compiled("coding", _HOST):
-        codes = np.empty(len(counts), dtype=np.uint8)
         kernels.weight_codes(counts, midpoints, largest, codes)
-        return codes
-    codes = midpoints.searchsorted(counts * (largest / counts.max())).astype(np.uint8)
-    return np.maximum(codes, counts > 0, out=codes)
+    else:
+        codes[:] = midpoints.searchsorted(counts * (largest / counts.max()))
+        codes[(codes == 0) & (counts > 0)] = 1
+    return codes
 
 
 def _categorical(table: _Ints) -> constriction.stream.model.Categorical:

@@ -161,11 +161,11 @@ def ans_decode(words: _Words, frequencies: _Ints, out: _Bytes) -> bool:
     """
     sums = _cumulate(frequencies)
     lookup = np.empty(1 << _LOOKUP_BITS, dtype=np.uint8)
-    symbol = 0
+    lowest = 0
     for i in range(1 << _LOOKUP_BITS):
-        while sums[symbol + 1] <= np.uint64(i) << _LOOKUP_SHIFT:
-            symbol += 1
-        lookup[i] = symbol
+        while sums[lowest + 1] <= np.uint64(i) << _LOOKUP_SHIFT:
+            lowest += 1
+        lookup[i] = lowest
     left, state = len(words), np.uint64(0)
     for _ in range(min(2, left)):
         left -= 1

@@ -19,16 +19,17 @@ def kernel(function: _Function) -> _Function:
     return cast(_Function, numba.njit(cache=True, nogil=True, fastmath=False, error_model="numpy")(function))
 
 
-@intrinsic
-def multiply_high(_: Any, a: Any, b: Any) -> Any:
-    """Upper half of the 128-bit product of two uint64."""
-
+def _multiply_high(_: Any, a: Any, b: Any) -> Any:
     def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
         wide = ir.IntType(128)
         product = builder.mul(*(builder.zext(argument, wide) for argument in arguments))
         return builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), ir.IntType(64))
 
     return types.uint64(types.uint64, types.uint64), generate
+
+
+multiply_high: Any = intrinsic(_multiply_high)
+"""Upper half of the 128-bit product of two uint64."""
 
 
 class _Notice(event.Listener):

@@ -233,6 +233,14 @@ def unnest(
 
 
 @kernel
+def look_up(codes: _Bytes, table: _Floats, start: int, stop: int, out: _Floats) -> None:
+    """Entry of each code in a table of 256 entries."""
+    given, values = codes[start:stop], out[start:stop]
+    for i in range(len(given)):
+        values[i] = table[given[i]]
+
+
+@kernel
 def count_above(flat: _Floats, edges: _Floats, start: int, stop: int, sparse: bool, out: _Bytes) -> None:
     """How many of the edges each value is above; if sparse, 1 more, and 0 for zeros."""
     for first in range(start, stop, 4096):
