@@ -23,7 +23,7 @@ from isgq.wire.header import header_size
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _PARTS = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6}
-_NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)"
 _LINK = re.compile(rf"{_NUMBER} *([kmg]?)(bit|b)/s(?: *[+,] *{_NUMBER} *(s|ms|us))?", re.IGNORECASE)
 
 
@@ -124,8 +124,8 @@ class Link:
         return Link(float(bandwidth) * size, float(latency or 0) / _PARTS[seconds.lower()])
 
     def __str__(self) -> str:
-        latency = f"+{self.latency * 1e3:g}ms" if self.latency else ""
-        return f"{self.bytes_per_second * 8 / 1e6:g}Mbit/s{latency}"
+        latency = f"+{self.latency * 1e3:.10g}ms" if self.latency else ""
+        return f"{self.bytes_per_second * 8 / 1e6:.10g}Mbit/s{latency}"
 
     def gather_seconds(self, size: float, workers: int) -> float:
         """Time of an all-gather of messages of this size around a ring: N - 1 hops of a message."""

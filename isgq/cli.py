@@ -125,8 +125,8 @@ def _model(spec: str, classes: int, in_shape: tuple[int, ...]) -> nn.Module:
         return built
     try:
         built = getattr(importlib.import_module(module), factory)()
-    except (ImportError, AttributeError) as error:
-        raise OptionError(f"--model {spec} names no importable function: {error}") from None
+    except (ImportError, AttributeError, TypeError) as error:
+        raise OptionError(f"--model {spec} names no importable function without arguments: {error}") from None
     if not isinstance(built, nn.Module):
         raise OptionError(f"--model {spec} made {type(built).__name__}, must make an nn.Module")
     return built

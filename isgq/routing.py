@@ -23,6 +23,7 @@ from isgq.records import Carrier, DirectCarrier, FactorCarrier, Rows, finish, na
 from isgq.sharding import assign, cut, fill
 from isgq.windows import Contributions, Window
 from isgq.wire import pack_message
+from isgq.wire.header import Status
 
 
 def measure(
@@ -165,8 +166,12 @@ def plan_automatically(
         reasons: why the other parameters have no factors.
     """
     items, workers = items_of(units, windows, reasons), exchange.world_size
-    found = look(items, auto, windows, step.seed)
-    Gather(exchange).agree(step, Outgoing())  # are all ranks here to plan?
+    found, outgoing = torch.empty(0), Outgoing()
+    try:
+        found = look(items, auto, windows, step.seed)
+    except Exception as error:  # the other ranks must hear of it
+        outgoing = Outgoing(status=Status.FAILED, error=error)
+    Gather(exchange).agree(step, outgoing)  # are all ranks here to plan?
     raw = found.flatten().view(torch.uint8)
     every = exchange.all_gather(raw, [raw.numel()] * workers).wait()
     shared = torch.stack([each.clone().view(torch.float64).view_as(found) for each in every])
