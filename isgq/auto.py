@@ -5,6 +5,9 @@
 In parentheses the codecs to choose from, besides plain gradients. In the first step every rank measures every codec on
 its gradients (:mod:`isgq.probe`); the ranks share what they found, so that all decide alike (:mod:`isgq.costs`). When
 a rank's batches become much larger or smaller, it asks for a new plan in its header, and all ranks plan again.
+
+Errors must add up over gradients. Those of a codec that shares bytes among all gradients it is used for depend on which
+these are (``rotated`` with ``share=model``); ``share=layer`` leaves the sharing to the choice among several ``nmse``.
 """
 
 import math
@@ -18,7 +21,8 @@ from isgq.core.errors import OptionError
 from isgq.core.registry import AnyCodec, split_outside, split_spec
 
 NAME = "auto"
-DEFAULT_WAYS = "isgq;dithered:levels=4;rotated;rotated:nmse=0.25;qsgd:levels=4;fp16"
+_ROTATED = ";".join(f"rotated:share=layer,nmse={nmse}" for nmse in (2, 0.7, 0.25))
+DEFAULT_WAYS = f"isgq;dithered:levels=4;{_ROTATED};qsgd:levels=4;fp16"
 _ERROR = 0.25
 _CHANGE = 1.5  # how many times more or fewer elements of factors are another batch size
 _PATIENCE = 2  # steps in a row that must be so; doubles with each plan, so that planning stays a vanishing share

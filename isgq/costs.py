@@ -41,10 +41,17 @@ class Estimate:
     decode: float
     unbiased: bool
 
+    def codec_seconds(self, workers: int) -> float:
+        """Time of a step to encode one message and decode all workers'."""
+        return self.encode + workers * self.decode
+
+    def link_seconds(self, workers: int, link: Link) -> float:
+        """Time of a step to send it, latencies left out."""
+        return (workers - 1) * (self.size + 2 * self.plain / workers) / link.bytes_per_second
+
     def seconds(self, workers: int, link: Link) -> float:
-        """Time of a step that this gradient takes, latencies left out."""
-        sent = (workers - 1) * (self.size + 2 * self.plain / workers) / link.bytes_per_second
-        return self.encode + workers * self.decode + sent
+        """Both."""
+        return self.codec_seconds(workers) + self.link_seconds(workers, link)
 
     def error_of_mean(self, workers: int) -> float:
         """Expected squared error of the mean over workers."""
@@ -56,7 +63,9 @@ def dense(size: float) -> Estimate:
     return Estimate(DENSE, 0.0, size, 0.0, 0.0, 0.0, True)
 
 
-def choose(table: Sequence[Sequence[Estimate]], workers: int, link: Link, limit: float) -> list[Estimate]:
+def choose(
+    table: Sequence[Sequence[Estimate]], workers: int, link: Link, limit: float, timed: bool = True
+) -> list[Estimate]:
     """The fastest way of each gradient such that the errors of the means sum to no more than a limit.
 
     Args:
@@ -64,8 +73,14 @@ def choose(table: Sequence[Sequence[Estimate]], workers: int, link: Link, limit:
         workers: N.
         link: of each worker.
         limit: squared error.
+        timed: whether codecs' times count, or that on the link alone.
     """
-    costs = [[(way.seconds(workers, link), way.error_of_mean(workers)) for way in ways] for ways in table]
+
+    def cost(way: Estimate) -> tuple[float, float]:
+        seconds = way.seconds(workers, link) if timed else way.link_seconds(workers, link)
+        return seconds, way.error_of_mean(workers)
+
+    costs = [[cost(way) for way in ways] for ways in table]
 
     def at(price: float) -> list[int]:
         return [min(range(len(each)), key=lambda i: each[i][0] + price * each[i][1]) for each in costs]
@@ -128,9 +143,9 @@ def step_seconds(chosen: Sequence[Estimate], overhead: float, workers: int, link
         link: of each worker.
     """
     size, plain = sum(each.size for each in chosen), sum(each.plain for each in chosen)
-    codec = sum(each.encode + workers * each.decode for each in chosen)
+    codec = sum(each.codec_seconds(workers) for each in chosen)
     rings = [link.gather_seconds(0, workers) if size else 0.0, link.reduce_seconds(0, workers) if plain else 0.0]
-    moved = sum(each.seconds(workers, link) for each in chosen) - codec
+    moved = sum(each.link_seconds(workers, link) for each in chosen)
     return codec, link.gather_seconds(overhead, workers) + moved + max(rings)
 
 

@@ -25,7 +25,7 @@ from isgq.exchange import Loopback
 from isgq.instrumented import check_free
 from isgq.layers.capture import Capture, Unit, find_units
 from isgq.probe import items_of
-from isgq.routing import Decision, decide_automatically, look
+from isgq.routing import Decision, decide_automatically, look, measure_chosen
 from isgq.session import instrument
 from isgq.windows import Window
 from isgq.wire.format import FRAME_BYTES
@@ -110,7 +110,7 @@ class Forecast:
         for name, energy, options, best in self._lines():
             sizes = f"{best.size + best.plain:,.0f}", f"{(self.workers - 1) * best.size + best.plain:,.0f}"
             error = best.error_of_mean(self.workers) / energy if energy else 0.0
-            codec, seconds = best.encode + self.workers * best.decode, best.seconds(self.workers, self.link)
+            codec, seconds = best.codec_seconds(self.workers), best.seconds(self.workers, self.link)
             why = explain(options, best, self.workers, self.link)
             rows.append((name, best.way, *sizes, f"{error:.3f}", f"{1e3 * codec:.2f}", f"{1e3 * seconds:.2f}", why))
         codec, link = (1e3 * seconds for seconds in self.codec_and_link)
@@ -162,6 +162,7 @@ def plan(
     link: str | Link,
     ways: str | None = None,
     error: float | None = None,
+    timed: bool = True,
     loss: Callable[[Any, Any], Tensor] = F.cross_entropy,
     seed: int = 0,
 ) -> Forecast:
@@ -176,6 +177,7 @@ def plan(
         link: of each, e.g. ``"100Mbit/s+1ms"``.
         ways: codecs to choose from, e.g. ``"isgq;rotated:nmse=0.5;qsgd"``; by default those of ``"auto"``.
         error: largest error, as in ``"auto:error=0.25"``.
+        timed: whether codecs' times count when ways are chosen, as in ``"auto:timed=false"``.
         loss: of the model's output and the targets.
         seed: of the codecs' random numbers.
 
@@ -187,6 +189,7 @@ def plan(
         raise OptionError(f"workers={workers} of a plan must be 1 or more")
     found = link if isinstance(link, Link) else Link.parse(link)
     options = f"link={found}" + (f",error={error}" if error is not None else "")
+    options += "" if timed else ",timed=false"
     spec = f"auto{'' if ways is None else f'({ways})'}:{options}"
     auto = Auto.parse(spec)
     check_free(model)
@@ -206,6 +209,7 @@ def plan(
         _capture(copied, units, windows, forward)
         items = items_of(units, windows, reasons)
         decision = decide_automatically(items, look(items, auto, windows, seed)[None], auto, windows, workers)
+        decision = measure_chosen(decision, auto, windows, seed)
     hooks = max(0.0, with_hooks - forwards - backwards)
     return Forecast(spec, workers, found, decision, len(windows), forwards, backwards, hooks)
 

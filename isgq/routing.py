@@ -141,10 +141,27 @@ def decide_automatically(
     """
     energy = found[:, :, 0].mean(0).tolist()
     tables = found[:, :, 1:].reshape(len(found), len(items), len(auto.ways), -1)
-    if not auto.timed:
-        tables = torch.cat([tables[..., :2], torch.zeros_like(tables[..., 2:])], -1)
     options = [estimates(item, tables[:, i], auto.ways, windows) for i, item in enumerate(items)]
-    return Decision(items, options, choose(options, workers, auto.link, auto.error * sum(energy)), energy)
+    chosen = choose(options, workers, auto.link, auto.error * sum(energy), auto.timed)
+    return Decision(items, options, chosen, energy)
+
+
+def measure_chosen(decision: Decision, auto: Auto, windows: Mapping[str, Window], seed: int) -> Decision:
+    """The same with every codec measured on just the gradients it was chosen for, which share what it shares out.
+
+    Args:
+        decision: the best ways.
+        auto: what was to choose from.
+        windows: of all trainable parameters, after a backward pass.
+        seed: of the codecs' random numbers.
+    """
+    chosen = list(decision.chosen)
+    for name, way in auto.ways.items():
+        mine = [i for i, each in enumerate(chosen) if each.way == name]
+        rows = probe([decision.items[i] for i in mine], [way], windows, seed)
+        for i, row in zip(mine, rows, strict=True):
+            chosen[i] = estimates(decision.items[i], row[None], {name: way}, windows)[1]
+    return replace(decision, chosen=chosen)
 
 
 def plan_automatically(
