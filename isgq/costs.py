@@ -120,7 +120,7 @@ def _spend(costs: Sequence[Sequence[tuple[float, float]]], chosen: list[int], re
 
 def explain(options: Sequence[Estimate], best: Estimate, workers: int, link: Link) -> str:
     """Why a way was chosen: its time and that of the next best."""
-    seconds = {each.way: 1e3 * each.seconds(workers, link) for each in options}
+    seconds = {each.way: 1e3 * each.seconds(workers, link) for each in [*options, best]}
     others = sorted((time, way) for way, time in seconds.items() if way != best.way)
     if not others:
         return "nothing measured"
