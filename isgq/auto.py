@@ -22,7 +22,7 @@ from isgq.core.registry import AnyCodec, split_outside, split_spec
 
 NAME = "auto"
 _ROTATED = ";".join(f"rotated:share=layer,nmse={nmse}" for nmse in (2, 0.7, 0.25))
-DEFAULT_WAYS = f"isgq;dithered:levels=4;{_ROTATED};qsgd:levels=4;fp16"
+DEFAULT_WAYS = f"isgq;balanced;balanced:samples=0.25;{_ROTATED};qsgd:levels=4;fp16"
 _ERROR = 0.25
 _CHANGE = 1.5  # how many times more or fewer elements of factors are another batch size
 _PATIENCE = 2  # steps in a row that must be so; doubles with each plan, so that planning stays a vanishing share

@@ -104,7 +104,7 @@ def test_the_codec_auto_is_read_and_says_all_its_options() -> None:
     assert (
         choose_codecs("auto:link=1Gbit/s", None, "tensor", "gather", None, "both")
         .settings["codec"]
-        .startswith("auto(isgq;dithered:levels=4;rotated:share=layer,nmse=2;")
+        .startswith("auto(isgq;balanced;balanced:samples=0.25;rotated:share=layer,nmse=2;")
     )
 
 
