@@ -6,7 +6,6 @@ and so is DistributedDataParallel, whose all-reduce is taken to hide behind back
 """
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from isgq.costs import DENSE, Estimate, ddp_seconds, explain, step_seconds
 from isgq.exchange import Loopback
 from isgq.instrumented import check_free
 from isgq.layers.capture import Capture, Unit, find_units
-from isgq.probe import items_of
+from isgq.probe import items_of, timed
 from isgq.routing import Decision, decide_automatically, look, measure_chosen
 from isgq.session import instrument
 from isgq.windows import Window
@@ -216,17 +215,12 @@ def plan(
 
 def _times(forward: Callable[[], Tensor]) -> tuple[float, float]:
     """Seconds of a forward pass and of a backward pass."""
-    best = (float("inf"), float("inf"))
+    rounds = []
     for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        value = forward()
-        value.item()
-        middle = time.perf_counter()
-        value.backward()  # type: ignore[no-untyped-call]
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        best = min(best[0], middle - start), min(best[1], time.perf_counter() - middle)
-    return best
+        seconds, value = timed(forward)
+        rounds.append((seconds, timed(value.backward)[0]))
+    forwards, backwards = zip(*rounds, strict=True)
+    return min(forwards), min(backwards)
 
 
 def _capture(
