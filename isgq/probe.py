@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from isgq.codecs.pair import Separate
-from isgq.codecs.rotated import Rotated
+from isgq.codecs.rotated import Prepared, Rotated, spectrum_of
 from isgq.codecs.variance import product_variance
 from isgq.core.codec import Codec, PairCodec
 from isgq.core.errors import CodecError, NonFiniteError
@@ -199,7 +199,7 @@ def _closed_forms(
 ) -> Iterator[float]:
     """Expected squared error of each gradient; NaN where no formula is known."""
     together = [record.prepared for record in begun if isinstance(record, Unfinished)]
-    planned = iter(way.variances(together)) if isinstance(way, Rotated) and together else iter(())
+    planned = iter(_planned(way, together) if isinstance(way, Rotated) else ())
     for carrier, record in zip(carriers, begun, strict=True):
         if isinstance(record, Unfinished):
             yield next(planned, math.nan)
@@ -209,6 +209,12 @@ def _closed_forms(
             yield float(way.variance(gradients[carrier.name]).double().sum())
         else:
             yield math.nan
+
+
+def _planned(way: Rotated, prepared: Sequence[Prepared]) -> list[float]:
+    """Expected squared errors of gradients that share their bytes."""
+    spectra = [spectrum_of(each.atoms, each.known) for each in prepared]
+    return [plan.variance for plan in way.plans(spectra, way.budget(spectra))[0]]
 
 
 def _of_factors(way: AnyCodec, unit: Unit, factors: Factors) -> float:

@@ -263,11 +263,6 @@ class Rotated:
         [plan], _ = self.plans(spectra, self.budget(spectra))
         return plan.variance
 
-    def variances(self, prepared: Sequence[Prepared]) -> list[float]:
-        """The same of each gradient that shares."""
-        spectra = [spectrum_of(each.atoms) for each in prepared]
-        return [plan.variance for plan in self.plans(spectra, self.budget(spectra))[0]]
-
     def encode_atoms(
         self, atoms: Atoms, plan: Plan, dtype: torch.dtype, key: Key, known: Known | None = None
     ) -> PairPayload:
