@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from isgq.bandwidth import Link
 from isgq.codecs.feedback import memory_of
 from isgq.codecs.roles import choose_codecs
+from isgq.core.codec import learned_by
 from isgq.core.errors import OptionError
 from isgq.core.registry import AnyCodec, split_outside, split_spec
 
@@ -50,7 +51,7 @@ class Auto:
         if not 0 < self.error < math.inf:
             raise OptionError(f"error={self.error} of auto must be positive")
         for name, way in self.ways.items():
-            if memory_of(way) is not None:
+            if memory_of(way) is not None or learned_by(way) is not None:
                 raise OptionError(
                     f"auto chooses by the error of one step, which a memory makes up for later: it cannot take "
                     f"{name}; name the codec itself, or give auto an unbiased one"

@@ -119,6 +119,7 @@ def test_the_codec_auto_is_read_and_says_all_its_options() -> None:
         ("auto:link=1Mbit/s,ratio=3", "no option 'ratio'"),
         ("auto(nonsense):link=1Mbit/s", "unknown codec"),
         ("auto(error_feedback(sign)):link=1Mbit/s", "memory"),
+        ("auto(rotated:bases=learned):link=1Mbit/s", "memory"),
     ],
 )
 def test_what_auto_cannot_take(spec: str, words: str) -> None:
