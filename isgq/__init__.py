@@ -7,6 +7,7 @@ from isgq.core.keys import Key
 from isgq.core.payload import Factors
 from isgq.core.registry import codec, register_codec
 from isgq.federated import Federated
+from isgq.forecast import Forecast, plan
 from isgq.masters import MasterWeights
 from isgq.session import Session, instrument
 from isgq.version import __version__
@@ -14,6 +15,7 @@ from isgq.version import __version__
 __all__ = [
     "Factors",
     "Federated",
+    "Forecast",
     "IsgqError",
     "Key",
     "MasterWeights",
@@ -24,6 +26,7 @@ __all__ = [
     "codecs",
     "ddp",
     "instrument",
+    "plan",
     "register_codec",
     "wire",
 ]

@@ -30,7 +30,7 @@ from isgq.correspondence import Correspondence
 from isgq.exchange import Exchange
 from isgq.records import Carrier, DirectCarrier, Record, Unfinished, finish, scatter
 from isgq.wire.format import FRAME_BYTES
-from isgq.wire.header import NO_PARAMETER, Header, Status, header_size
+from isgq.wire.header import NEW_PLAN, NO_PARAMETER, Header, Status, header_size
 
 AggregateName = Literal["gather", "two_pass", "server", "async"]
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -49,6 +49,7 @@ class Step:
         carriers: the same on every rank.
         gradients: this rank's, whole, by parameter name.
         say: takes what the user should know.
+        new_plan: whether this rank asks for a new plan.
     """
 
     number: int
@@ -59,6 +60,7 @@ class Step:
     carriers: Sequence[Carrier]
     gradients: Mapping[str, Tensor]
     say: Callable[[str], None] = lambda _: None
+    new_plan: bool = False
 
     @functools.cached_property
     def index(self) -> Mapping[str, int]:
@@ -353,7 +355,9 @@ def decode_reply(
 def header_of(step: Step, outgoing: Outgoing, messages: int, used: Sequence[bool]) -> Header:
     """This rank's header, of so many messages."""
     lengths = [message.numel() for message in outgoing.messages] or [0] * messages
-    return Header(outgoing.status, outgoing.parameter, step.number, step.digest, lengths, used)
+    asks = step.new_plan and outgoing.status is Status.OK
+    parameter = NEW_PLAN if asks else outgoing.parameter
+    return Header(outgoing.status, parameter, step.number, step.digest, lengths, used)
 
 
 def once(log: Callable[[str], None]) -> Callable[[str], None]:
@@ -370,4 +374,5 @@ def once(log: Callable[[str], None]) -> Callable[[str], None]:
 
 def _index(step: Step, name: str) -> int:
     """Position of a parameter in the headers."""
-    return min(step.index.get(name, NO_PARAMETER), NO_PARAMETER)
+    index = step.index.get(name, NO_PARAMETER)
+    return index if index < NEW_PLAN else NO_PARAMETER

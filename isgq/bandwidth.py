@@ -12,12 +12,19 @@ is counted once when it is handed to an all-gather, and once for each receiver w
 an asynchronous worker moves is h + 8 + up and h + 8 + down in a step of its own, whatever the number of workers.
 """
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isgq.aggregate import AggregateName
 from isgq.core.errors import OptionError
 from isgq.wire.header import header_size
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_PARTS = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6}
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)"
+_LINK = re.compile(rf"{_NUMBER} *([kmg]?)(bit|b)/s(?: *[+,] *{_NUMBER} *(s|ms|us))?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,38 @@ class Link:
 
     bytes_per_second: float
     latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.bytes_per_second > 0 and 0 <= self.latency < math.inf):
+            raise OptionError(f"a link needs a positive bandwidth and a latency of 0 or more, got {self}")
+
+    @staticmethod
+    def parse(text: str) -> "Link":
+        """Read ``100Mbit/s``, ``1Gbit/s+0.2ms`` or ``12.5MB/s+50us``: bandwidth, and latency unless it is 0.
+
+        Raises:
+            OptionError: it is none of these.
+        """
+        found = _LINK.fullmatch(text.strip())
+        if found is None:
+            raise OptionError(
+                f"link {text!r} must be a bandwidth in bit/s or B/s, and a latency where there is one: 100Mbit/s+1ms"
+            )
+        bandwidth, unit, bits, latency, seconds = found.groups(default="")
+        size = _UNITS[unit.lower()] / (8 if bits.lower() == "bit" else 1)
+        return Link(float(bandwidth) * size, float(latency or 0) / _PARTS[seconds.lower()])
+
+    def __str__(self) -> str:
+        latency = f"+{self.latency * 1e3:.10g}ms" if self.latency else ""
+        return f"{self.bytes_per_second * 8 / 1e6:.10g}Mbit/s{latency}"
+
+    def gather_seconds(self, size: float, workers: int) -> float:
+        """Time of an all-gather of messages of this size around a ring: N - 1 hops of a message."""
+        return (workers - 1) * (size / self.bytes_per_second + self.latency)
+
+    def reduce_seconds(self, size: float, workers: int) -> float:
+        """Time of an all-reduce of a vector of this size around a ring: 2 (N - 1) hops of an N-th of it."""
+        return 2 * (workers - 1) * (size / workers / self.bytes_per_second + self.latency)
 
     def seconds(self, moved: Moved) -> float:
         """Communication time of a step, if nothing else uses the link."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from isgq.aggregate import AggregateName
+from isgq.auto import Auto
 from isgq.codecs.feedback import memory_of
 from isgq.codecs.roles import MemoryPolicy, choose_codecs, direct_codec, remember
 from isgq.core.codec import Codec, PairCodec, learned_by
@@ -27,6 +28,7 @@ class Choice:
         scope: whether gradients are compressed one by one or as one vector.
         aggregate: how the ranks' records become a mean.
         max_staleness: of an asynchronous server; None for no bound.
+        auto: what to choose from in the first step, instead of pair and direct; or None.
     """
 
     pair: PairCodec | None
@@ -35,12 +37,14 @@ class Choice:
     scope: Scope
     aggregate: AggregateName
     max_staleness: int | None = None
+    auto: Auto | None = None
 
     @functools.cached_property
     def settings(self) -> dict[str, str]:
         """What all ranks must have in common."""
         codecs = (spec_of(c) if c is not None else "dense" for c in (self.pair, self.direct))
-        settings = {"codec": " + ".join(codecs), "scope": self.scope, "aggregate": self.aggregate}
+        named = " + ".join(codecs) if self.auto is None else self.auto.spec
+        settings = {"codec": named, "scope": self.scope, "aggregate": self.aggregate}
         if self.aggregate != "gather":
             settings["down"] = spec_of(self.down)
         if self.max_staleness is not None:
@@ -88,6 +92,10 @@ def choose(
     Raises:
         OptionError: an unknown word, a codec in a place where it does not fit, or ``down`` without a second pass.
     """
+    if isinstance(spec, str) and Auto.asked(spec):
+        if dense is not None or aggregate != "gather" or scope != "tensor":
+            raise OptionError("auto chooses what each gradient takes in one pass: leave dense=, aggregate= and scope=")
+        return replace(_complete(None, None, scope, aggregate, down, memory), auto=Auto.parse(spec))
     pair, direct = choose_codecs(spec, dense)
     if max_staleness is not None and aggregate != "async":
         raise OptionError(f"max_staleness={max_staleness} is for aggregate='async': nothing is stale otherwise")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Route = Literal["factors", "direct", "dense"]
+RoutePolicy = Literal["auto", "factors", "dense"]
 REFUSED, UNSEEN = -1, 0
 """In place of a measured size: factors do not reproduce the gradient here; no gradient here in this step."""
 
@@ -21,8 +22,9 @@ class Line:
         name: parameter name.
         route: ``factors``, ``direct`` or ``dense``.
         reason: why.
-        factor_bytes: largest measured message of any rank, weight and bias together; 0 where nothing was measured.
+        factor_bytes: largest measured record of any rank, weight and bias together; 0 where nothing was measured.
         dense_bytes: size of the gradient, weight and riding bias together.
+        codec: what compresses it, where a session chooses among several.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Line:
     reason: str
     factor_bytes: int
     dense_bytes: int
+    codec: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,10 @@ class Plan:
         return next((line.route for line in self.lines if line.name == name), "dense")
 
     def __str__(self) -> str:
-        rows = [("parameter", "route", "factor bytes", "dense bytes", "why")]
+        rows = [("parameter", "route", "coded bytes", "dense bytes", "why")]
         for line in self.lines:
             measured = f"{line.factor_bytes:,}" if line.factor_bytes else "-"
-            rows.append((line.name, line.route, measured, f"{line.dense_bytes:,}", line.reason))
+            rows.append((line.name, line.codec or line.route, measured, f"{line.dense_bytes:,}", line.reason))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         return "\n".join(
             f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}"
@@ -54,7 +57,7 @@ class Plan:
         )
 
 
-def decide(line: Line, sizes: Sequence[int], policy: Literal["auto", "factors"]) -> Line:
+def decide(line: Line, sizes: Sequence[int], policy: RoutePolicy) -> Line:
     """Choose the route of one candidate for factors.
 
     Args:

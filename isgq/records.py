@@ -92,16 +92,22 @@ class Unfinished:
 def finish(
     records: Sequence[Record | Unfinished], overhead: int = 0, say: Callable[[str], None] = lambda _: None
 ) -> list[Record]:
-    """Let the codec make what is unfinished among a step's records.
+    """Let each codec make what is unfinished among a step's records.
 
     Args:
         records: of one session.
         overhead: bytes that are sent besides the records.
         say: see :class:`PlansTogether`.
     """
-    begun = [record for record in records if isinstance(record, Unfinished)]
-    made = iter(begun[0].codec.encode_together([each.prepared for each in begun], overhead, say) if begun else ())
-    return [next(made) if isinstance(record, Unfinished) else record for record in records]
+    begun: dict[int, list[Unfinished]] = {}
+    for record in records:
+        if isinstance(record, Unfinished):
+            begun.setdefault(id(record.codec), []).append(record)
+    made = {
+        codec: iter(group[0].codec.encode_together([each.prepared for each in group], overhead, say))
+        for codec, group in begun.items()
+    }
+    return [next(made[id(record.codec)]) if isinstance(record, Unfinished) else record for record in records]
 
 
 class Carrier(Protocol):

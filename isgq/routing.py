@@ -4,23 +4,26 @@ Pure but for the measuring: the session shares the sizes between the ranks, so t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from isgq.aggregate import Gather, Outgoing, Step
+from isgq.auto import Auto
 from isgq.choice import Choice, Scope
 from isgq.core.codec import Codec, PairCodec
 from isgq.core.keys import Key
+from isgq.costs import DENSE, Estimate, choose, explain
 from isgq.exchange import Exchange
 from isgq.layers.capture import Unit
-from isgq.planner import Line, Plan, decide
+from isgq.planner import Line, Plan, Route, RoutePolicy, decide
+from isgq.probe import Item, energies, estimates, items_of, probe
 from isgq.records import Carrier, DirectCarrier, FactorCarrier, Rows, finish, names_of
 from isgq.sharding import assign, cut, fill
 from isgq.windows import Contributions, Window
 from isgq.wire import pack_message
+from isgq.wire.header import Status
 
 
 def measure(
@@ -42,7 +45,7 @@ def plan_together(
     choice: Choice,
     windows: Mapping[str, Window],
     reasons: Mapping[str, str],
-    policy: Literal["auto", "factors"],
+    policy: RoutePolicy,
 ) -> Plan:
     """Measure every candidate's message on this rank, share the sizes, decide alike. A collective call.
 
@@ -55,6 +58,8 @@ def plan_together(
         reasons: see :func:`make_plan`.
         policy: see :func:`make_plan`.
     """
+    if choice.auto is not None:
+        return plan_automatically(exchange, step, units, choice.auto, windows, reasons)
     sizes = measure(units, choice.pair, windows, lambda name: step.key(name, exchange.rank))
     shared = sizes[None]
     if units:
@@ -70,7 +75,7 @@ def make_plan(
     sizes: Tensor,
     windows: Mapping[str, Window],
     reasons: Mapping[str, str],
-    policy: Literal["auto", "factors"],
+    policy: RoutePolicy,
     direct: bool,
 ) -> Plan:
     """One line per parameter, a riding bias under its weight's.
@@ -99,26 +104,124 @@ def make_plan(
     return Plan(tuple(ordered))
 
 
-def make_carriers(
-    plan: Plan,
+@dataclass(frozen=True)
+class Decision:
+    """What an automatic session's ranks found, and the ways that are best.
+
+    Attributes:
+        items: the gradients.
+        options: every way of each.
+        chosen: the best way of each.
+        energies: squared norm of each on one worker.
+    """
+
+    items: Sequence[Item]
+    options: Sequence[Sequence[Estimate]]
+    chosen: Sequence[Estimate]
+    energies: Sequence[float]
+
+
+def look(items: Sequence[Item], auto: Auto, windows: Mapping[str, Window], seed: int) -> Tensor:
+    """What this rank finds: float64 ``[items, 1 + ways * FIELDS]``, the first number that of :func:`energies`."""
+    found = probe(items, list(auto.ways.values()), windows, seed).flatten(1)
+    return torch.cat([torch.tensor(energies(items, windows), dtype=torch.float64)[:, None], found], 1)
+
+
+def decide_automatically(
+    items: Sequence[Item], found: Tensor, auto: Auto, windows: Mapping[str, Window], workers: int
+) -> Decision:
+    """The best ways, from what all ranks found. Pure.
+
+    Args:
+        items: the gradients.
+        found: ``[ranks, items, 1 + ways * FIELDS]``.
+        auto: what to choose from.
+        windows: of all trainable parameters.
+        workers: how many share the gradients; of which some have looked.
+    """
+    energy = found[:, :, 0].mean(0).tolist()
+    tables = found[:, :, 1:].reshape(len(found), len(items), len(auto.ways), -1)
+    options = [estimates(item, tables[:, i], auto.ways, windows) for i, item in enumerate(items)]
+    chosen = choose(options, workers, auto.link, auto.error * sum(energy), auto.timed)
+    return Decision(items, options, chosen, energy)
+
+
+def measure_chosen(decision: Decision, auto: Auto, windows: Mapping[str, Window], seed: int) -> Decision:
+    """The same with every codec measured on just the gradients it was chosen for, which share what it shares out.
+
+    Args:
+        decision: the best ways.
+        auto: what was to choose from.
+        windows: of all trainable parameters, after a backward pass.
+        seed: of the codecs' random numbers.
+    """
+    chosen = list(decision.chosen)
+    for name, way in auto.ways.items():
+        mine = [i for i, each in enumerate(chosen) if each.way == name]
+        rows = probe([decision.items[i] for i in mine], [way], windows, seed)
+        for i, row in zip(mine, rows, strict=True):
+            chosen[i] = estimates(decision.items[i], row[None], {name: way}, windows)[1]
+    return replace(decision, chosen=chosen)
+
+
+def plan_automatically(
+    exchange: Exchange,
+    step: Step,
     units: Sequence[Unit],
-    codec: PairCodec | None,
-    direct: Codec | None,
-    scope: Scope,
+    auto: Auto,
     windows: Mapping[str, Window],
-    servers: int,
+    reasons: Mapping[str, str],
+) -> Plan:
+    """Measure every codec on this rank, share what was found, decide alike. A collective call.
+
+    Args:
+        exchange: the transport.
+        step: addresses the collective call.
+        units: the candidates for factors.
+        auto: what to choose from.
+        windows: of all trainable parameters, in their order.
+        reasons: why the other parameters have no factors.
+    """
+    items, workers = items_of(units, windows, reasons), exchange.world_size
+    found, outgoing = torch.empty(0), Outgoing()
+    try:
+        found = look(items, auto, windows, step.seed)
+    except Exception as error:  # the other ranks must hear of it
+        outgoing = Outgoing(status=Status.FAILED, error=error)
+    Gather(exchange).agree(step, outgoing)  # are all ranks here to plan?
+    raw = found.flatten().view(torch.uint8)
+    every = exchange.all_gather(raw, [raw.numel()] * workers).wait()
+    shared = torch.stack([each.clone().view(torch.float64).view_as(found) for each in every])
+    decision = decide_automatically(items, shared, auto, windows, workers)
+    lines = []
+    for item, options, best in zip(items, decision.options, decision.chosen, strict=True):
+        whole = item.plain_size([], windows)
+        reason = explain(options, best, workers, auto.link)
+        if best.way == DENSE:
+            lines.append(Line(item.name, "dense", "; ".join(filter(None, [item.reason, reason])), 0, whole))
+        else:
+            route: Route = "factors" if isinstance(auto.ways[best.way], PairCodec) else "direct"
+            lines.append(Line(item.name, route, reason, round(best.size), whole, best.way))
+    return Plan(tuple(lines))
+
+
+def make_carriers(
+    plan: Plan, units: Sequence[Unit], choice: Choice, windows: Mapping[str, Window], servers: int
 ) -> list[Carrier]:
-    """One carrier per factored unit, then those of what ``direct`` compresses.
+    """One carrier per factored unit, then those of what a direct codec compresses.
 
     Args:
         plan: the routes.
         units: the candidates for factors.
-        codec: compresses factors.
-        direct: compresses gradients, or None.
-        scope: see :func:`direct_carriers`.
+        choice: the codecs.
         windows: of all trainable parameters, in their order.
         servers: how many ranks, from 0, share the averaging; see :mod:`isgq.sharding`.
     """
+    if choice.auto is not None:
+        ways, items = choice.auto.ways, {item.name: item for item in items_of(units, windows, {})}
+        coded = [items[line.name].carrier(ways[line.codec], windows) for line in plan.lines if line.codec]
+        return [carrier for carrier in coded if carrier is not None]
+    codec, direct, scope = choice.pair, choice.direct, choice.scope
     factored = [unit for unit in units if codec is not None and plan.route(unit.name) == "factors"]
     sizes = [sum(windows[name].parameter.numel() for name in names_of(unit)) for unit in factored]
     chosen = assign(sizes, servers)

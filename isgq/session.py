@@ -10,6 +10,7 @@ rank holds the same bits. Parameters on the dense route share one all-reduce.
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from isgq.aggregate import AggregateName, Gather, Outgoing, Step, aggregation, once, replies_of
 from isgq.agreement import check_introductions, introduce, plan_digest
 from isgq.asynchronous import SERVER, Server, Service, Worker, check_bound
+from isgq.auto import Sizes
 from isgq.backward import BackwardWatch
 from isgq.bandwidth import Messages
 from isgq.choice import Choice, Scope, check_option, choose, predicate
@@ -30,15 +32,13 @@ from isgq.core.registry import AnyCodec
 from isgq.exchange import Channel, Exchange, Loopback, TorchExchange
 from isgq.instrumented import check_free, occupy, release
 from isgq.layers.capture import Capture, Unit, find_units
-from isgq.planner import Line, Plan
+from isgq.planner import Line, Plan, RoutePolicy
 from isgq.records import Carrier, DirectCarrier
 from isgq.resume import ResizePolicy, pick, resized
 from isgq.routing import make_carriers, plan_together
 from isgq.traffic import Traffic
-from isgq.windows import Contributions, Window, flat_gradients
-from isgq.wire.header import Status
-
-RoutePolicy = Literal["auto", "factors", "dense"]
+from isgq.windows import Contributions, Window, captured_size, flat_gradients
+from isgq.wire.header import NEW_PLAN, Status
 
 
 def instrument(
@@ -64,7 +64,7 @@ def instrument(
         model: the model; stays as it is (no wrapper, no attribute), all ranks get rank 0's parameters and buffers.
         codec: what compresses the factors, e.g. ``"dithered:levels=1,bucket=row"``. A codec that is made for gradients
             (``"error_feedback(top_k:k=0.01)"``) is used as ``dense`` instead, without factors; ``"dense"`` sends plain
-            gradients.
+            gradients; ``"auto:link=100Mbit/s+1ms"`` chooses for each gradient, see :mod:`isgq.auto`.
         dense: direct codec for the parameters without factors; None all-reduces their plain gradients.
         scope: whether ``dense`` compresses each tensor by itself or the whole model as one vector.
         aggregate: ``"gather"``: every rank gets all messages; ``"two_pass"`` (DoubleSqueeze): every rank averages a
@@ -116,16 +116,17 @@ class Session:
         log: Callable[[str], None] | None,
     ) -> None:
         check_free(model)
-        check_option("routes", routes, get_args(RoutePolicy))
+        check_option("routes", routes, ("auto", "dense") if choice.auto else get_args(RoutePolicy))
         check_option("sync", sync, ("backward", "manual"))
         self._choice = choice
-        self._policy: RoutePolicy = routes if choice.pair is not None else "dense"
+        self._policy: RoutePolicy = routes if choice.pair is not None or choice.auto is not None else "dense"
         self._sync, self._seed, self._log = sync, seed, log
         self._say = once(log or warnings.warn)
         self._exchange = exchange or (TorchExchange() if dist.is_initialized() else Loopback())
         self._carriers: list[Carrier] = []
         self._start_bytes = (self._exchange.sent, self._exchange.received)
         self.traffic, self.plan, self.step = Traffic(), Plan(), 0
+        self._sizes, self._outdated = Sizes(), False
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = list(self._parameters)
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
@@ -203,12 +204,13 @@ class Session:
             raise InstrumentError("the session is closed" if self._backward.closed else "a server serves, see serve()")
         for window in self._windows.values():
             window.check_edits()
-        planning = not self.plan.lines
+        planning = self._outdated or not self.plan.lines
         if planning:
             self._make_plan()
         if not self._carriers:
             self._carriers = self._make_carriers(self._aggregate.servers)
-        step = self._step()
+        asks = self._choice.auto is not None and self._sizes.asks(captured_size(self._windows))
+        step = replace(self._step(), new_plan=asks)
         outgoing = self._refusal() or self._aggregate.encode(step)
         try:
             headers = self._aggregate.agree(step, outgoing)
@@ -231,14 +233,14 @@ class Session:
             window.reset()
         self._account(self._aggregate.sizes, dense)
         self._aggregate.commit()
+        self._outdated = any(header.parameter == NEW_PLAN for header in headers)
         self.step += 1
 
     def _make_carriers(self, servers: int) -> list[Carrier]:
-        pair, direct = self._choice.pair, self._choice.direct
-        return make_carriers(self.plan, self._units, pair, direct, self._choice.scope, self._windows, servers)
+        return make_carriers(self.plan, self._units, self._choice, self._windows, servers)
 
     def _step(self) -> Step:
-        digest = plan_digest(self._choice.spec, [line.route for line in self.plan.lines])
+        digest = plan_digest(self._choice.spec, [line.codec or line.route for line in self.plan.lines])
         used = [self._windows[name].touched for name in self._names]
         gradients = Contributions(self._windows)
         return Step(self.step, digest, self._seed, self._names, used, self._carriers, gradients, self._say)
@@ -278,10 +280,10 @@ class Session:
 
     def _make_plan(self) -> None:
         """Decide on all routes, the same on every rank. A collective call."""
-        policy: Literal["auto", "factors"] = "factors" if self._policy == "factors" else "auto"
-        self.plan = plan_together(
-            self._exchange, self._step(), self._units, self._choice, self._windows, self._reasons, policy
-        )
+        where = (self._exchange, self._step(), self._units)
+        self.plan = plan_together(*where, self._choice, self._windows, self._reasons, self._policy)
+        self._sizes.plan(captured_size(self._windows))
+        self._carriers, self._outdated = [], False
         for line in self.plan.lines:
             if line.route == "dense" and self._log is not None and self._exchange.rank == 0:
                 self._log(f"isgq: {line.name} travels densely: {line.reason}")

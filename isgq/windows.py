@@ -150,6 +150,11 @@ class Contributions(Mapping[str, Tensor]):
         return len(self._windows)
 
 
+def captured_size(windows: Mapping[str, Window]) -> int:
+    """Elements of all captured factors: tells batch sizes, sequence lengths and pixels apart."""
+    return sum(pair.x.numel() + pair.d.numel() for window in windows.values() for pair in window.pairs)
+
+
 def flat_gradients(windows: Sequence[Window]) -> Iterator[tuple[list[Window], Tensor]]:
     """This rank's gradients as one flat vector per dtype and device, in the order of the windows."""
     groups: dict[tuple[torch.dtype, torch.device], list[Window]] = {}

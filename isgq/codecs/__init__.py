@@ -1,6 +1,7 @@
 """The compressors, each a registered dataclass; importing this package registers them all."""
 
 from isgq.codecs import (
+    balanced,
     casts,
     dithered,
     eus,
@@ -24,6 +25,7 @@ from isgq.core.registry import register_alias
 register_alias("isgq", "separate(dithered:levels=1,bucket=row)")  # the recommended default
 
 __all__ = [
+    "balanced",
     "casts",
     "dithered",
     "eus",

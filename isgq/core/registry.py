@@ -140,7 +140,7 @@ def codec(spec: "str | AnyCodec", *, also: Sequence[str] = ()) -> AnyCodec:
     nested = [n for n in known if hints[n] in {Codec, PairCodec, AnyCodec}]
     values: dict[str, Any] = {}
     if inner is not None:
-        inners = _split_outside(inner, ";")
+        inners = split_outside(inner, ";")
         if len(inners) > len(nested):
             raise OptionError(f"codec {name!r} takes {len(nested) or 'no'} inner codec(s), got ({inner})")
         for at, field in enumerate(nested):
@@ -203,7 +203,7 @@ def split_spec(spec: str) -> tuple[str, str | None, list[str]]:
     return head.strip(), inner, [o for o in rest.split(",") if o.strip()]
 
 
-def _split_outside(text: str, separator: str) -> list[str]:
+def split_outside(text: str, separator: str) -> list[str]:
     """Split at the separators that stand in no parentheses."""
     parts, depth = [""], 0
     for letter in text:

@@ -3,7 +3,7 @@
 Layout, little-endian, 12 bytes, lengths and a bitmap:
 
     u8  protocol version        u8  status (0 ok, else why this rank cannot take part)
-    u16 parameter the status is about (0xFFFF: none)
+    u16 parameter the status is about (0xFFFF: none; 0xFFFE: none, and this rank asks for a new plan)
     u32 step                    u32 digest of plan and codec          u32 length of the message that follows
     u32 length of each further message, where a rank sends a different one to each
     ceil(parameters / 8) bytes: bit p set where parameter p got a gradient on this rank
@@ -22,6 +22,7 @@ from isgq.core.errors import WireError
 
 PROTOCOL = 1
 NO_PARAMETER = 0xFFFF
+NEW_PLAN = 0xFFFE
 _FIELDS = struct.Struct("<BBHII")
 
 
@@ -46,7 +47,7 @@ class Header:
 
     Attributes:
         status: whether the rank takes part.
-        parameter: index of the parameter the status is about, or NO_PARAMETER.
+        parameter: index of the parameter the status is about, or NO_PARAMETER, or NEW_PLAN.
         step: number of the step, modulo 2**32.
         digest: 32-bit digest of plan and codec.
         lengths: bytes of each message that follows: one for all ranks, or one for each rank.

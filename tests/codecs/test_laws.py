@@ -44,6 +44,8 @@ SPECS = [
     "minimum_variance:levels=3,sparse=false",
     "minimum_variance_unbiased:levels=1",
     "isgq",
+    "balanced:balance=false,step=0.3",
+    "balanced:step=0.5,samples=0.5",
     "rotated:atoms=3",
     "rotated:nmse=0.2",
     "rotated:mode=mmse,nmse=0.1",
