@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from isgq.aggregate import AggregateName
 from isgq.codecs.feedback import memory_of
 from isgq.codecs.roles import MemoryPolicy, choose_codecs, direct_codec, remember
+from isgq.codecs.subspace import Subspace
 from isgq.core.codec import Codec, PairCodec, learned_by
 from isgq.core.errors import OptionError
 from isgq.core.registry import AnyCodec, codec, spec_of
@@ -27,6 +28,7 @@ class Choice:
         scope: whether gradients are compressed one by one or as one vector.
         aggregate: how the ranks' records become a mean.
         max_staleness: of an asynchronous server; None for no bound.
+        subspace: in which the ranks make the mean in rounds, with the other codecs; None for one round without.
     """
 
     pair: PairCodec | None
@@ -35,12 +37,18 @@ class Choice:
     scope: Scope
     aggregate: AggregateName
     max_staleness: int | None = None
+    subspace: Subspace | None = None
+
+    def shards(self, ranks: int) -> int:
+        """How many servers the gradients of a session are cut for."""
+        return ranks if self.aggregate == "two_pass" and self.subspace is None else 1
 
     @functools.cached_property
     def settings(self) -> dict[str, str]:
         """What all ranks must have in common."""
-        codecs = (spec_of(c) if c is not None else "dense" for c in (self.pair, self.direct))
-        settings = {"codec": " + ".join(codecs), "scope": self.scope, "aggregate": self.aggregate}
+        codecs: list[AnyCodec | Subspace | None] = [self.pair, self.subspace or self.direct]
+        specs = (spec_of(c) if c is not None else "dense" for c in codecs)
+        settings = {"codec": " + ".join(specs), "scope": self.scope, "aggregate": self.aggregate}
         if self.aggregate != "gather":
             settings["down"] = spec_of(self.down)
         if self.max_staleness is not None:
@@ -88,7 +96,10 @@ def choose(
     Raises:
         OptionError: an unknown word, a codec in a place where it does not fit, or ``down`` without a second pass.
     """
-    pair, direct = choose_codecs(spec, dense)
+    built = codec(spec, also=["dense"]) if spec != "dense" else spec
+    if isinstance(built, Subspace):
+        return _in_subspace(built, dense, scope, aggregate, down)
+    pair, direct = choose_codecs(built, dense)
     if max_staleness is not None and aggregate != "async":
         raise OptionError(f"max_staleness={max_staleness} is for aggregate='async': nothing is stale otherwise")
     if pair is not None and learned_by(pair) is not None and aggregate != "gather":
@@ -96,6 +107,31 @@ def choose(
             f"{spec_of(pair)} learns from what all ranks decode, with aggregate={aggregate!r} they do not: use 'gather'"
         )
     return replace(_complete(pair, direct, scope, aggregate, down, memory), max_staleness=max_staleness)
+
+
+def _in_subspace(
+    subspace: Subspace,
+    dense: str | AnyCodec | None,
+    scope: Scope,
+    aggregate: AggregateName,
+    down: str | AnyCodec | None,
+) -> Choice:
+    """The choice for a common subspace, which implies two passes and brings its own codecs and memory.
+
+    Raises:
+        OptionError: a word or codec that does not fit.
+    """
+    check_option("aggregate", aggregate, get_args(AggregateName))
+    if dense is not None or scope != "tensor" or aggregate == "async":
+        raise OptionError(
+            f"{spec_of(subspace)} compresses all gradients, one by one, on synchronous ranks: leave dense= and scope= "
+            "out, and aggregate='async'"
+        )
+    below = subspace.projections if down is None else direct_codec(down, "down")
+    if memory_of(below) is not None:
+        raise OptionError(f"down={spec_of(below)}: a subspace has a memory of its own, give a codec without")
+    passes: AggregateName = "two_pass" if aggregate == "gather" else aggregate
+    return Choice(None, subspace.projections, below, scope, passes, subspace=subspace)
 
 
 def choose_direct(
@@ -123,7 +159,7 @@ def choose_direct(
     if aggregate == "async":
         raise OptionError("aggregate='async' is for sessions: isgq.instrument(model, aggregate='async')")
     if not isinstance(built, Codec):
-        raise OptionError(f"{what}, so it needs a codec of one tensor; {spec_of(built)} is for pairs of factors")
+        raise OptionError(f"{what}, so it needs a codec of one tensor; {spec_of(built)} is for sessions")
     return _complete(None, built, scope, aggregate, down, memory)
 
 

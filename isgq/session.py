@@ -33,6 +33,7 @@ from isgq.layers.capture import Capture, Unit, find_units
 from isgq.planner import Line, Plan
 from isgq.records import Carrier, DirectCarrier
 from isgq.resume import ResizePolicy, pick, resized
+from isgq.rounds import Rounds
 from isgq.routing import make_carriers, plan_together
 from isgq.traffic import Traffic
 from isgq.windows import Contributions, Window, flat_gradients
@@ -144,6 +145,8 @@ class Session:
 
     def _make_aggregate(self) -> Gather:
         choice = self._choice
+        if choice.subspace is not None:
+            return Rounds(self._exchange, choice)
         if choice.aggregate != "async":
             return aggregation(choice.aggregate, self._exchange, choice.direct, choice.down, choice.pair)
         if self.serves:
@@ -207,7 +210,7 @@ class Session:
         if planning:
             self._make_plan()
         if not self._carriers:
-            self._carriers = self._make_carriers(self._aggregate.servers)
+            self._carriers = self._make_carriers(self._choice.shards(self._exchange.world_size))
         step = self._step()
         outgoing = self._refusal() or self._aggregate.encode(step)
         try:
@@ -272,7 +275,8 @@ class Session:
     def messages(self) -> Messages:
         """Sizes of the last step's messages, for :func:`isgq.bandwidth.predict`."""
         dense = sum(p.numel() * p.element_size() for name, p in self._parameters.items() if self._is_dense(name))
-        return Messages(tuple(self._aggregate.up), tuple(self._aggregate.down), dense, len(self._names))
+        each = self._aggregate
+        return Messages(tuple(each.up), tuple(each.down), dense, len(self._names), each.rounds)
 
     # ---- the plan
 
@@ -374,9 +378,11 @@ class Session:
 
     def _shards(self, ranks: int) -> dict[str, Sequence[DirectCarrier]]:
         """What has memory where, in a session of so many ranks."""
-        carriers = self._make_carriers(ranks if self._choice.aggregate == "two_pass" else 1)
-        up = [carrier for carrier in carriers if isinstance(carrier, DirectCarrier)]
-        return {"up": up, "down": replies_of(carriers, self._choice.down)}
+        carriers = self._make_carriers(self._choice.shards(ranks))
+        return {
+            "up": [c for c in carriers if isinstance(c, DirectCarrier)],
+            "down": replies_of(carriers, self._choice.down),
+        }
 
     def close(self, failed: bool = False) -> None:
         """Remove every hook; the model is as it was, ``p.grad`` stays. May be called twice.

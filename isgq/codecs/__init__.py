@@ -3,6 +3,7 @@
 from isgq.codecs import (
     casts,
     dithered,
+    ecdq,
     eus,
     exact,
     feedback,
@@ -17,6 +18,7 @@ from isgq.codecs import (
     schedule,
     sign,
     sparse,
+    subspace,
     terngrad,
 )
 from isgq.core.registry import register_alias
@@ -26,6 +28,7 @@ register_alias("isgq", "separate(dithered:levels=1,bucket=row)")  # the recommen
 __all__ = [
     "casts",
     "dithered",
+    "ecdq",
     "eus",
     "exact",
     "feedback",
@@ -40,5 +43,6 @@ __all__ = [
     "schedule",
     "sign",
     "sparse",
+    "subspace",
     "terngrad",
 ]

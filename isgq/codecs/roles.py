@@ -79,5 +79,5 @@ def direct_codec(spec: str | AnyCodec | None, role: str) -> Codec:
         return Exact()
     built = codec(spec)
     if not isinstance(built, Codec):
-        raise OptionError(f"{role}={spec_of(built)} is for pairs of factors; use a codec of one tensor")
+        raise OptionError(f"{role}={spec_of(built)} is for pairs of factors or for sessions; use a codec of one tensor")
     return built
