@@ -81,6 +81,7 @@ class Refusal(NamedTuple):
 TWO_PASS: dict[str, Any] = {"aggregate": "two_pass", "down": "one_bit"}
 SERVER: dict[str, Any] = {"aggregate": "server", "down": "top_k:k=0.5"}
 TOP_K = "top_k:k=0.5"
+SUBSPACE = "subspace:rank=1"
 REFUSALS = {
     "NaN": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", -1),
     "Inf": Refusal(spoil(float("inf")), "PeerNonFiniteError", ", parameter '", -1),
@@ -92,6 +93,11 @@ REFUSALS = {
     "NaN, two passes": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", options=TWO_PASS),
     "NaN, server": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", -1, TOP_K, 0, SERVER),
     "empty, two passes": Refusal(empty, "EmptyBatchError", codec=TOP_K, factored=0, options=TWO_PASS),
+    "NaN, subspace": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", codec=SUBSPACE, factored=0),
+    "empty, subspace": Refusal(empty, "EmptyBatchError", codec=SUBSPACE, factored=0),
+    "the mean overflows, subspace": Refusal(
+        overflow, "PeerNonFiniteError", faulty=0, codec=SUBSPACE, factored=0, options={"aggregate": "server"}
+    ),
     "the mean overflows": Refusal(overflow, "PeerNonFiniteError", faulty=0, codec=TOP_K, factored=0, options=SERVER),
 }
 
