@@ -18,6 +18,8 @@ from isgq.core.errors import OptionError
 from isgq.core.keys import Key, uniform
 from isgq.core.registry import register_codec
 
+_FINEST, _COARSEST = 1e-5, 2.0
+
 
 @register_codec("subspace")
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Subspace:
 
     Attributes:
         rank: directions of each matrix; fewer is more aggressive. What would not become smaller is sent as it is.
-        step: of everything that is sent, in units of its root mean square (:class:`isgq.codecs.ecdq.ECDQ`); larger is
-            more aggressive.
+        step: of everything that is sent, in units of its root mean square (:class:`isgq.codecs.ecdq.ECDQ`), at most 2;
+            larger is more aggressive. Beyond, the memory may hold more than it is given.
     """
 
     rank: int = 4
@@ -40,7 +42,8 @@ class Subspace:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise OptionError(f"rank={self.rank} of subspace must be 1 or more")
-        self.projections  # noqa: B018  (refuses a step outside its range)
+        if not _FINEST <= self.step <= _COARSEST:
+            raise OptionError(f"step={self.step} of subspace must be in {_FINEST} .. {_COARSEST}")
 
     @property
     def projections(self) -> ECDQ:
