@@ -64,7 +64,7 @@ def orthonormal(rows: Tensor) -> Tensor:
 
     On the host in float64: equal on all ranks if their numbers are.
     """
-    basis, _ = torch.linalg.qr(rows.cpu().double().T)
+    basis: Tensor = torch.linalg.qr(rows.cpu().double().T).Q
     return basis.T.float().contiguous()
 
 

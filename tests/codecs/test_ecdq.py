@@ -43,7 +43,7 @@ def test_weak_rows_cost_little_and_empty_ones_nothing():
     weak = size(ECDQ(1.0).encode(x, KEY))
     x[4:] = 0
     empty = size(ECDQ(1.0).encode(x, KEY))
-    assert 0.45 * whole < empty < 0.6 * whole
+    assert 0.4 * whole < empty < 0.65 * whole  # the step is finer for the half that is left
     assert weak < 1.1 * empty
     assert not ECDQ(1.0).decode(ECDQ(1.0).encode(x, KEY))[4:].any()
 
