@@ -86,7 +86,7 @@ SPECS = (
     "dithered:levels=4",
     "dithered:levels=1,mode=half",
     "dithered:mode=one_bit",
-    "ecdq:step=1",
+    "ecsq:step=1",
     "nested_dithered:levels=3,ratio=3",
     "nested_dithered:levels=3,ratio=7",
     "lloyd_max:levels=2",

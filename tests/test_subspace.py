@@ -192,7 +192,7 @@ def test_dependent_rows_get_a_whole_basis() -> None:
     ("spec", "options", "what"),
     [
         ("subspace:rank=0", {}, "rank=0"),
-        ("subspace:step=3", {}, "step=3"),
+        ("subspace:step=5", {}, "step=5"),
         (SPEC, {"dense": "qsgd"}, "leave dense="),
         (SPEC, {"scope": "model"}, "leave dense="),
         (SPEC, {"aggregate": "async"}, "synchronous"),

@@ -3,7 +3,7 @@
 from isgq.codecs import (
     casts,
     dithered,
-    ecdq,
+    ecsq,
     eus,
     exact,
     feedback,
@@ -28,7 +28,7 @@ register_alias("isgq", "separate(dithered:levels=1,bucket=row)")  # the recommen
 __all__ = [
     "casts",
     "dithered",
-    "ecdq",
+    "ecsq",
     "eus",
     "exact",
     "feedback",

@@ -13,12 +13,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from isgq.codecs.ecdq import ECDQ
+from isgq.codecs.ecsq import ECSQ
 from isgq.core.errors import OptionError
 from isgq.core.keys import Key, uniform
 from isgq.core.registry import register_codec
 
-_FINEST, _COARSEST = 1e-5, 2.0
+_FINEST, _COARSEST = 1e-5, 4.0
 
 
 @register_codec("subspace")
@@ -30,8 +30,8 @@ class Subspace:
 
     Attributes:
         rank: directions of each matrix; fewer is more aggressive. What would not become smaller is sent as it is.
-        step: of everything that is sent, in units of its root mean square (:class:`isgq.codecs.ecdq.ECDQ`), at most 2;
-            larger is more aggressive. Beyond, the memory may hold more than it is given.
+        step: of everything that is sent, in units of its root mean square (:class:`isgq.codecs.ecsq.ECSQ`), at most 4;
+            larger is more aggressive.
     """
 
     rank: int = 4
@@ -46,9 +46,9 @@ class Subspace:
             raise OptionError(f"step={self.step} of subspace must be in {_FINEST} .. {_COARSEST}")
 
     @property
-    def projections(self) -> ECDQ:
+    def projections(self) -> ECSQ:
         """The codec of what is sent."""
-        return ECDQ(step=self.step)
+        return ECSQ(step=self.step, dither=False)
 
     def directions(self, shape: Sequence[int]) -> int:
         """How many directions a gradient of this shape gets; 0 where it is sent as it is."""
