@@ -2,8 +2,8 @@
 
 *Dithered* (ECDQ, Zamir and Feder 1992): ``q = round(x / s + u)``, decoded ``s (q - u)``, symbols coded given the dither
 u: the error of every element is uniform, independent of everything else, and of variance ``s^2 / 12``. *Dead zone*:
-thresholds a little higher than half-way, decoded to what the model expects there: fewer bits and a smaller error, but
-biased, for codecs with memory. Its error is smaller than the tensor, whatever the step.
+thresholds a little higher than half-way, decoded to what the model expects there: fewer bits, but biased, for what has
+memory. Its error is smaller than the tensor, whatever the step.
 
 There is one step for the tensor. The code takes the elements of a bucket for Laplace distributed with the bucket's own
 root mean square (:mod:`isgq.codecs.rotation_code`), so that weak buckets, whose elements are below the step, cost

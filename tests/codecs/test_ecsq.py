@@ -43,7 +43,7 @@ def test_a_dead_zone_costs_fewer_bytes_and_contracts(step):
     payload = dead.encode(x, KEY)
     assert size(payload) < 0.98 * size(dithered.encode(x, KEY))
     error = (dead.decode(payload) - x).square().sum() / x.square().sum()
-    assert error < min(1, 1.1 * step**2 / 12)
+    assert error <= min(1, 1.4 * step**2 / 12)
 
 
 def test_weak_rows_cost_little_and_empty_ones_nothing():
