@@ -96,12 +96,12 @@ def choose(
     Raises:
         OptionError: an unknown word, a codec in a place where it does not fit, or ``down`` without a second pass.
     """
-    built = codec(spec, also=["dense"]) if spec != "dense" else spec
-    if isinstance(built, Subspace):
-        return _in_subspace(built, dense, scope, aggregate, down)
-    pair, direct = choose_codecs(built, dense)
     if max_staleness is not None and aggregate != "async":
         raise OptionError(f"max_staleness={max_staleness} is for aggregate='async': nothing is stale otherwise")
+    built = codec(spec, also=["dense"]) if spec != "dense" else spec
+    if isinstance(built, Subspace):
+        return _in_subspace(built, dense, scope, aggregate, down, memory)
+    pair, direct = choose_codecs(built, dense)
     if pair is not None and learned_by(pair) is not None and aggregate != "gather":
         raise OptionError(
             f"{spec_of(pair)} learns from what all ranks decode, with aggregate={aggregate!r} they do not: use 'gather'"
@@ -115,6 +115,7 @@ def _in_subspace(
     scope: Scope,
     aggregate: AggregateName,
     down: str | AnyCodec | None,
+    memory: MemoryPolicy,
 ) -> Choice:
     """The choice for a common subspace, which implies two passes and brings its own codecs and memory.
 
@@ -122,10 +123,10 @@ def _in_subspace(
         OptionError: a word or codec that does not fit.
     """
     check_option("aggregate", aggregate, get_args(AggregateName))
-    if dense is not None or scope != "tensor" or aggregate == "async":
+    if dense is not None or scope != "tensor" or aggregate == "async" or memory != "both":
         raise OptionError(
-            f"{spec_of(subspace)} compresses all gradients, one by one, on synchronous ranks: leave dense= and scope= "
-            "out, and aggregate='async'"
+            f"{spec_of(subspace)} compresses all gradients, one by one, with its own memory, on synchronous ranks: "
+            "leave dense=, scope= and memory= out, and aggregate='async'"
         )
     below = subspace.projections if down is None else direct_codec(down, "down")
     if memory_of(below) is not None:

@@ -65,7 +65,7 @@ def instrument(
         model: the model; stays as it is (no wrapper, no attribute), all ranks get rank 0's parameters and buffers.
         codec: what compresses the factors, e.g. ``"dithered:levels=1,bucket=row"``. A codec that is made for gradients
             (``"error_feedback(top_k:k=0.01)"``) is used as ``dense`` instead, without factors; ``"dense"`` sends plain
-            gradients.
+            gradients; ``"subspace"`` makes the mean in rounds of two passes, with a memory of its own.
         dense: direct codec for the parameters without factors; None all-reduces their plain gradients.
         scope: whether ``dense`` compresses each tensor by itself or the whole model as one vector.
         aggregate: ``"gather"``: every rank gets all messages; ``"two_pass"`` (DoubleSqueeze): every rank averages a

@@ -59,6 +59,17 @@ def overflow(model: nn.Module, rank: int, faulty: bool) -> None:
         handle.remove()
 
 
+def overflow_later(model: nn.Module, rank: int, faulty: bool) -> None:
+    """Projected on a direction of its inputs, this gradient is finite; on one of its outputs, not."""
+    weight = model[0].weight  # type: ignore[index]
+    handle = weight.register_hook(lambda grad: grad * 0 + 2e38) if faulty else None
+    try:
+        whole(model, rank)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
 def empty(model: nn.Module, rank: int, faulty: bool) -> None:
     model(torch.ones(0 if faulty else 4, 6)).sum().backward()
 
@@ -98,6 +109,7 @@ REFUSALS = {
     "the mean overflows, subspace": Refusal(
         overflow, "PeerNonFiniteError", faulty=0, codec=SUBSPACE, factored=0, options={"aggregate": "server"}
     ),
+    "a later round overflows": Refusal(overflow_later, "PeerNonFiniteError", ", parameter '0.weight'", -1, SUBSPACE, 0),
     "the mean overflows": Refusal(overflow, "PeerNonFiniteError", faulty=0, codec=TOP_K, factored=0, options=SERVER),
 }
 

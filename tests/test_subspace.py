@@ -196,6 +196,7 @@ def test_dependent_rows_get_a_whole_basis() -> None:
         (SPEC, {"dense": "qsgd"}, "leave dense="),
         (SPEC, {"scope": "model"}, "leave dense="),
         (SPEC, {"aggregate": "async"}, "synchronous"),
+        (SPEC, {"memory": "none"}, "memory="),
         (SPEC, {"aggregate": "ring"}, "must be one of"),
         (SPEC, {"down": "error_feedback(sign)"}, "memory of its own"),
         (f"error_feedback({SPEC})", {}, "error_feedback takes"),
