@@ -275,8 +275,7 @@ class Session:
     def messages(self) -> Messages:
         """Sizes of the last step's messages, for :func:`isgq.bandwidth.predict`."""
         dense = sum(p.numel() * p.element_size() for name, p in self._parameters.items() if self._is_dense(name))
-        each = self._aggregate
-        return Messages(tuple(each.up), tuple(each.down), dense, len(self._names), each.rounds)
+        return Messages(self._aggregate.up, self._aggregate.down, dense, len(self._names), self._aggregate.rounds)
 
     # ---- the plan
 
@@ -379,10 +378,8 @@ class Session:
     def _shards(self, ranks: int) -> dict[str, Sequence[DirectCarrier]]:
         """What has memory where, in a session of so many ranks."""
         carriers = self._make_carriers(self._choice.shards(ranks))
-        return {
-            "up": [c for c in carriers if isinstance(c, DirectCarrier)],
-            "down": replies_of(carriers, self._choice.down),
-        }
+        up = [carrier for carrier in carriers if isinstance(carrier, DirectCarrier)]
+        return {"up": up, "down": replies_of(carriers, self._choice.down)}
 
     def close(self, failed: bool = False) -> None:
         """Remove every hook; the model is as it was, ``p.grad`` stays. May be called twice.

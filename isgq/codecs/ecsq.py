@@ -122,7 +122,7 @@ class ECSQ:
 
     def _scales(self, flat: Tensor, buckets: Buckets) -> Tensor:
         """The step and the buckets' root mean squares: bfloat16 ``[1 + buckets]``, on the host."""
-        norms = buckets.l2(flat).double().cpu()
+        norms = buckets.l2(flat, buckets.absmax(flat)).double().cpu()
         step = self.step * torch.linalg.vector_norm(norms) / math.sqrt(max(buckets.numel, 1))
         rms = norms / buckets.sizes(norms.device).sqrt()
         return torch.cat([step[None], rms]).clamp_(max=_LARGEST).to(torch.bfloat16)
