@@ -86,6 +86,7 @@ SPECS = (
     "dithered:levels=4",
     "dithered:levels=1,mode=half",
     "dithered:mode=one_bit",
+    "ecsq:step=1",
     "nested_dithered:levels=3,ratio=3",
     "nested_dithered:levels=3,ratio=7",
     "lloyd_max:levels=2",
@@ -108,7 +109,8 @@ SPECS = (
     "rotated",
     "rotated:mode=mmse,nmse=0.085",
 )
-"""What is measured by default: every registered codec at least once, but ``scheduled``, which only chooses others."""
+"""What is measured by default: every registered codec at least once, but ``scheduled``, which only chooses others, and
+``subspace``, which all ranks make together."""
 
 NETWORKS = ("fc", "lenet")
 STAGES = ("encode", "pack", "unpack", "decode", "encode_pack")

@@ -6,12 +6,14 @@ FC 784-300-100-10, by default on Fashion-MNIST, SGD with momentum 0.9, learning 
 epochs. One forward and backward pass serves all workers: each takes its own rows. What a worker would send is really
 encoded, packed, unpacked and decoded; only its process and the network are simulated. Bytes are those of the message of
 one worker and step (``isgq.wire.pack_message``, with a template and digests that the receiver makes itself) and of the
-header that a session sends before it, 17 bytes.
+header that a session sends before it, 17 bytes. *Moved* is what a worker sends and receives: a message is received
+from each of the others; float32 in a ring all-reduce is sent 2 (N-1)/N times and received as often.
 
 Methods:
     dense                     float32, counted as 4 bytes a parameter
     powersgd:rank=R           PowerSGD with error feedback (Vogels, Karimireddy and Jaggi, 2019) as in torch's hook, one
                               warm-started power iteration, biases dense; counted as float32, without any header
+    subspace:rank=R,step=S    a common subspace: a session's own rounds between threads, all headers included
     any other                 a codec of isgq; pair codecs take the factors, direct ones each parameter's gradient
 """
 
@@ -33,11 +35,16 @@ from torch import Tensor, nn
 import data
 import isgq
 import models
+from benchmarks.simulated import exchanges, together
+from isgq.aggregate import Step
+from isgq.choice import choose
 from isgq.core.codec import Codec, PairCodec, PlansTogether, learned_by, pair_digests
 from isgq.core.keys import Key, random_int32
 from isgq.core.payload import Factors, PairPayload, Payload
 from isgq.core.registry import codec, split_spec
 from isgq.layers.capture import Capture, Unit, find_units
+from isgq.rounds import Rounds
+from isgq.routing import direct_carriers
 from isgq.wire import pack_message, unpack_message
 from isgq.wire.header import Header, Status
 from isgq.wire.template import Template
@@ -47,19 +54,22 @@ _FRAME_BYTES = 33  # of a message besides its records: a frame's 16 and a sessio
 METHODS = ("dense", "rotated:ratio=800", "isgq", "error_feedback(top_k:k=0.001)", "powersgd:rank=2")
 Shares = Sequence[dict[str, Factors]]
 """For each worker, each unit's factors; their gradient is that of the worker's own mean loss."""
-Method = Callable[[Shares, int], tuple[dict[str, Tensor], float]]
-"""``(shares, step) -> mean of the gradients by parameter name, bytes of a worker``."""
+Mean = tuple[dict[str, Tensor], float, float]
+"""Mean of the gradients by parameter name, bytes that a worker sends, bytes that it sends and receives."""
+Method = Callable[[Shares, int], Mean]
+"""``(shares, step) -> mean``."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run; ``bytes`` is the mean over workers and steps of what one sends in a step."""
+    """One run; ``bytes`` is what a worker sends in a step, ``moved`` what it sends and receives, in the mean."""
 
     method: str
     workers: int
     batch: int
     seed: int
     bytes: float
+    moved: float
     compression: float
     test_accuracy: float
     test_loss: float
@@ -80,13 +90,18 @@ def _gradients(units: Sequence[Unit], share: dict[str, Factors]) -> dict[str, Te
     return {name: g for u in units for name, g in _split(u, u.flat_gradient(share[u.name])).items()}
 
 
+def _ring(numel: int, workers: int) -> tuple[float, float]:
+    """Bytes of float32, and what of them a worker sends and receives in a ring all-reduce."""
+    return 4.0 * numel, 16.0 * numel * (workers - 1) / workers
+
+
 def dense(units: Sequence[Unit]) -> Method:
     """The mean itself."""
 
-    def mean(shares: Shares, step: int) -> tuple[dict[str, Tensor], float]:
+    def mean(shares: Shares, step: int) -> Mean:
         parts = [_gradients(units, share) for share in shares]
         total = {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
-        return total, 4.0 * sum(g.numel() for g in total.values())
+        return total, *_ring(sum(g.numel() for g in total.values()), len(shares))
 
     return mean
 
@@ -105,7 +120,7 @@ def _messages(
     """Records of every worker over the wire, then ``close`` makes the mean. Receivers make the digests themselves."""
     templates: list[Template] = []
 
-    def mean(shares: Shares, step: int) -> tuple[dict[str, Tensor], float]:
+    def mean(shares: Shares, step: int) -> Mean:
         received, size = [], 0
         for worker, share in enumerate(shares):
             records, keys = encode(worker, share, step)
@@ -115,7 +130,7 @@ def _messages(
             message, _ = pack_message(records, digests=digests, template=templates[0])
             size += message.numel() + header
             received.append(unpack_message(message, digests=digests, template=templates[0]))
-        return close(received), size / len(shares)
+        return close(received), size / len(shares), float(size)
 
     return mean
 
@@ -177,7 +192,7 @@ def powersgd(units: Sequence[Unit], rank: int, seed: int) -> Method:
     bases = {u.name: torch.randn(u.weight[0].numel(), min(rank, *u.weight.shape), generator=generator) for u in units}
     memory: dict[tuple[int, str], Tensor] = {}
 
-    def mean(shares: Shares, step: int) -> tuple[dict[str, Tensor], float]:
+    def mean(shares: Shares, step: int) -> Mean:
         gradients, sent, total = [_gradients(units, share) for share in shares], 0, {}
         for unit in units:
             own = [g[unit.name] + memory.get((w, unit.name), 0) for w, g in enumerate(gradients)]
@@ -189,9 +204,41 @@ def powersgd(units: Sequence[Unit], rank: int, seed: int) -> Method:
             if unit.bias_name is not None:
                 total[unit.bias_name] = sum(g[unit.bias_name] for g in gradients) / len(own)
                 sent += total[unit.bias_name].numel()
-        return total, 4.0 * sent
+        return total, *_ring(sent, len(shares))
 
     return mean
+
+
+def subspace(units: Sequence[Unit], spec: str, workers: int, seed: int) -> Method:
+    """A common subspace: every worker is a thread that takes part in the rounds as a rank of a session does."""
+    choice = choose(spec, None, "tensor", "gather", None, "both")
+    places = exchanges(workers)
+    ranks = [Rounds(place, choice) for place in places]
+    parameters = {name: p for unit in units for name, p in _split(unit, torch.zeros(_numel(unit))).items()}
+    assert choice.direct is not None
+    carriers = direct_carriers(choice.direct, parameters, "tensor", [0])
+
+    def mean(shares: Shares, step: int) -> Mean:
+        before = sum(place.sent + place.received for place in places), sum(place.sent for place in places)
+
+        def take_part(rank: int) -> dict[str, Tensor]:
+            gradients = _gradients(units, shares[rank])
+            this = Step(step, 0, seed, list(gradients), [True] * len(gradients), carriers, gradients)
+            outgoing = ranks[rank].encode(this)
+            means = ranks[rank].reduce(this, outgoing, ranks[rank].agree(this, outgoing))
+            ranks[rank].commit()
+            return means
+
+        means = together(take_part, workers)[0]
+        after = sum(place.sent + place.received for place in places), sum(place.sent for place in places)
+        moved, sent = ((b - a) / workers for a, b in zip(before, after, strict=True))
+        return {name: means[name].view(p.shape) for name, p in parameters.items()}, sent, moved
+
+    return mean
+
+
+def _numel(unit: Unit) -> int:
+    return unit.weight.numel() + (unit.bias.numel() if unit.bias is not None else 0)
 
 
 def build(spec: str, units: Sequence[Unit], workers: int, seed: int) -> Method:
@@ -199,6 +246,8 @@ def build(spec: str, units: Sequence[Unit], workers: int, seed: int) -> Method:
     name, _, options = split_spec(spec)
     if name == "dense":
         return dense(units)
+    if name == "subspace":
+        return subspace(units, spec, workers, seed)
     if name == "powersgd":
         [(_, rank)] = (option.split("=") for option in options)
         return powersgd(units, int(rank), seed)
@@ -219,15 +268,15 @@ def train(spec: str, workers: int, batch: int, seed: int, options: argparse.Name
     method, parameters = build(spec, units, workers, seed), dict(model.named_parameters())
     caught: dict[str, Factors] = {}
     capture = Capture(units, lambda unit, factors: caught.update({unit.name: factors}), lambda: None)
-    steps, sent, started = epochs * (len(dataset.train_y) // (workers * batch)), 0.0, time.perf_counter()
+    steps, sent, moved, started = epochs * (len(dataset.train_y) // (workers * batch)), 0.0, 0.0, time.perf_counter()
     for step, chosen in enumerate(_batches(len(dataset.train_y), workers * batch, seed, epochs)):
         optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
         loss = F.cross_entropy(model(dataset.train_x[chosen]), dataset.train_y[chosen])
         loss.backward()  # type: ignore[no-untyped-call]
         rows = [slice(worker * batch, (worker + 1) * batch) for worker in range(workers)]
         # d of the mean over all rows, times the workers, is d of the mean over a worker's own
-        mean, size = method([{n: Factors(f.x[r], f.d[r] * workers) for n, f in caught.items()} for r in rows], step)
-        sent += size
+        mean, *sizes = method([{n: Factors(f.x[r], f.d[r] * workers) for n, f in caught.items()} for r in rows], step)
+        sent, moved = sent + sizes[0], moved + sizes[1]
         for name, gradient in mean.items():
             parameters[name].grad = gradient
         optimizer.step()
@@ -236,7 +285,8 @@ def train(spec: str, workers: int, batch: int, seed: int, options: argparse.Name
     test_loss, accuracy = _evaluate(model, dataset)
     full = 4 * sum(p.numel() for p in parameters.values())
     seconds = time.perf_counter() - started
-    return Result(spec, workers, batch, seed, sent / steps, full * steps / sent, accuracy, test_loss, seconds)
+    each = (sent / steps, moved / steps, full * steps / sent)
+    return Result(spec, workers, batch, seed, *each, accuracy, test_loss, seconds)
 
 
 def _batches(n: int, size: int, seed: int, epochs: int) -> Iterator[Tensor]:
@@ -258,17 +308,17 @@ def _evaluate(model: nn.Module, dataset: data.Dataset) -> tuple[float, float]:
 def table(results: Sequence[Result]) -> str:
     """Means over seeds as Markdown, each loss also relative to dense of the same size and seeds."""
     lines = [
-        "| method | N x B | seeds | bytes | compression | accuracy | loss | to dense |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | N x B | seeds | bytes | moved | compression | accuracy | loss | to dense |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     base = {(r.workers, r.batch, r.seed): r.test_loss for r in results if r.method == "dense"}
     for method, workers, batch in dict.fromkeys((r.method, r.workers, r.batch) for r in results):
         own = [r for r in results if (r.method, r.workers, r.batch) == (method, workers, batch)]
         relative = [r.test_loss / base[key] - 1 for r in own if (key := (workers, batch, r.seed)) in base]
         to_dense = f"{100 * statistics.mean(relative):+.2f} %" if relative else ""
-        names = ("bytes", "compression", "test_accuracy", "test_loss")
-        size, ratio, accuracy, loss = (statistics.mean(getattr(r, name) for r in own) for name in names)
-        numbers = (f"{size:.0f}", f"x{ratio:.0f}", f"{accuracy:.4f}", f"{loss:.4f}", to_dense)
+        names = ("bytes", "moved", "compression", "test_accuracy", "test_loss")
+        size, moved, ratio, accuracy, loss = (statistics.mean(getattr(r, name) for r in own) for name in names)
+        numbers = (f"{size:.0f}", f"{moved:.0f}", f"x{ratio:.0f}", f"{accuracy:.4f}", f"{loss:.4f}", to_dense)
         lines.append(f"| {method} | {workers}x{batch} | {len(own)} | {' | '.join(numbers)} |")
     return "\n".join(lines)
 

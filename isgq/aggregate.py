@@ -110,7 +110,10 @@ class Gather:
         sizes: bytes of this step's records that this rank has handed over, by parameter.
         up: bytes of this step's messages about each shard, this rank's own included.
         down: bytes of this step's replies about each shard.
+        rounds: how often the ranks exchange messages in a step.
     """
+
+    rounds = 1
 
     def __init__(self, exchange: Exchange, codec: Codec | None = None, pair: PairCodec | None = None) -> None:
         self.servers, self.sizes = 1, Counter[str]()

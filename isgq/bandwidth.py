@@ -7,6 +7,9 @@ With up_s the message about shard s, down_s the server's reply, h the header, al
                        receives (N-1) (h + up_r + h') + sum_(s != r) down_s
     server      the same with one shard, of rank 0
 
+In a common subspace (:mod:`isgq.rounds`) there are two such rounds: twice the headers, and messages that are those of
+both together.
+
 Plain gradients of parameters that no codec carries are handed over and received once more (an all-reduce). A message
 is counted once when it is handed to an all-gather, and once for each receiver when it is handed to an all-to-all. What
 an asynchronous worker moves is h + 8 + up and h + 8 + down in a step of its own, whatever the number of workers.
@@ -36,12 +39,14 @@ class Messages:
         down: the reply about each shard; empty for one pass.
         dense: plain gradients that travel beside.
         parameters: number of trainable parameters.
+        rounds: in how many rounds they go.
     """
 
     up: Sequence[int]
     down: Sequence[int]
     dense: int
     parameters: int
+    rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -83,11 +88,11 @@ def predict(aggregate: AggregateName, messages: Messages, workers: int, rank: in
         raise OptionError(f"aggregate={aggregate!r} must be one of gather, two_pass, server, async")
     up, down = list(messages.up), list(messages.down)
     own_up, own_down = (up[rank], down[rank]) if rank < len(up) else (0, 0)
-    heads = header_size(messages.parameters, workers) + header_size(0)
+    heads = messages.rounds * (header_size(messages.parameters, workers) + header_size(0))
     return Moved(
         heads + sum(up) - own_up + others * own_down + dense,
         others * (heads + own_up) + sum(down) - own_down + (dense if others else 0),
-        4,
+        4 * messages.rounds,
     )
 
 

@@ -10,6 +10,7 @@ from isgq.aggregate import AggregateName
 from isgq.auto import Auto
 from isgq.codecs.feedback import memory_of
 from isgq.codecs.roles import MemoryPolicy, choose_codecs, direct_codec, remember
+from isgq.codecs.subspace import Subspace
 from isgq.core.codec import Codec, PairCodec, learned_by
 from isgq.core.errors import OptionError
 from isgq.core.registry import AnyCodec, codec, spec_of
@@ -29,6 +30,7 @@ class Choice:
         aggregate: how the ranks' records become a mean.
         max_staleness: of an asynchronous server; None for no bound.
         auto: what to choose from in the first step, instead of pair and direct; or None.
+        subspace: in which the ranks make the mean in rounds, with the other codecs; None for one round without.
     """
 
     pair: PairCodec | None
@@ -38,12 +40,18 @@ class Choice:
     aggregate: AggregateName
     max_staleness: int | None = None
     auto: Auto | None = None
+    subspace: Subspace | None = None
+
+    def shards(self, ranks: int) -> int:
+        """How many servers the gradients of a session are cut for."""
+        return ranks if self.aggregate == "two_pass" and self.subspace is None else 1
 
     @functools.cached_property
     def settings(self) -> dict[str, str]:
         """What all ranks must have in common."""
-        codecs = (spec_of(c) if c is not None else "dense" for c in (self.pair, self.direct))
-        named = " + ".join(codecs) if self.auto is None else self.auto.spec
+        codecs: list[AnyCodec | Subspace | None] = [self.pair, self.subspace or self.direct]
+        specs = (spec_of(c) if c is not None else "dense" for c in codecs)
+        named = " + ".join(specs) if self.auto is None else self.auto.spec
         settings = {"codec": named, "scope": self.scope, "aggregate": self.aggregate}
         if self.aggregate != "gather":
             settings["down"] = spec_of(self.down)
@@ -96,14 +104,43 @@ def choose(
         if dense is not None or aggregate != "gather" or scope != "tensor":
             raise OptionError("auto chooses what each gradient takes in one pass: leave dense=, aggregate= and scope=")
         return replace(_complete(None, None, scope, aggregate, down, memory), auto=Auto.parse(spec))
-    pair, direct = choose_codecs(spec, dense)
     if max_staleness is not None and aggregate != "async":
         raise OptionError(f"max_staleness={max_staleness} is for aggregate='async': nothing is stale otherwise")
+    built = codec(spec, also=["dense"]) if spec != "dense" else spec
+    if isinstance(built, Subspace):
+        return _in_subspace(built, dense, scope, aggregate, down, memory)
+    pair, direct = choose_codecs(built, dense)
     if pair is not None and learned_by(pair) is not None and aggregate != "gather":
         raise OptionError(
             f"{spec_of(pair)} learns from what all ranks decode, with aggregate={aggregate!r} they do not: use 'gather'"
         )
     return replace(_complete(pair, direct, scope, aggregate, down, memory), max_staleness=max_staleness)
+
+
+def _in_subspace(
+    subspace: Subspace,
+    dense: str | AnyCodec | None,
+    scope: Scope,
+    aggregate: AggregateName,
+    down: str | AnyCodec | None,
+    memory: MemoryPolicy,
+) -> Choice:
+    """The choice for a common subspace, which implies two passes and brings its own codecs and memory.
+
+    Raises:
+        OptionError: a word or codec that does not fit.
+    """
+    check_option("aggregate", aggregate, get_args(AggregateName))
+    if dense is not None or scope != "tensor" or aggregate == "async" or memory != "both":
+        raise OptionError(
+            f"{spec_of(subspace)} compresses all gradients, one by one, with its own memory, on synchronous ranks: "
+            "leave dense=, scope= and memory= out, and aggregate='async'"
+        )
+    below = subspace.projections if down is None else direct_codec(down, "down")
+    if memory_of(below) is not None:
+        raise OptionError(f"down={spec_of(below)}: a subspace has a memory of its own, give a codec without")
+    passes: AggregateName = "two_pass" if aggregate == "gather" else aggregate
+    return Choice(None, subspace.projections, below, scope, passes, subspace=subspace)
 
 
 def choose_direct(
@@ -131,7 +168,7 @@ def choose_direct(
     if aggregate == "async":
         raise OptionError("aggregate='async' is for sessions: isgq.instrument(model, aggregate='async')")
     if not isinstance(built, Codec):
-        raise OptionError(f"{what}, so it needs a codec of one tensor; {spec_of(built)} is for pairs of factors")
+        raise OptionError(f"{what}, so it needs a codec of one tensor; {spec_of(built)} is for sessions")
     return _complete(None, built, scope, aggregate, down, memory)
 
 

@@ -35,6 +35,7 @@ from isgq.layers.capture import Capture, Unit, find_units
 from isgq.planner import Line, Plan, RoutePolicy
 from isgq.records import Carrier, DirectCarrier
 from isgq.resume import ResizePolicy, pick, resized
+from isgq.rounds import Rounds
 from isgq.routing import make_carriers, plan_together
 from isgq.traffic import Traffic
 from isgq.windows import Contributions, Window, captured_size, flat_gradients
@@ -64,7 +65,8 @@ def instrument(
         model: the model; stays as it is (no wrapper, no attribute), all ranks get rank 0's parameters and buffers.
         codec: what compresses the factors, e.g. ``"dithered:levels=1,bucket=row"``. A codec that is made for gradients
             (``"error_feedback(top_k:k=0.01)"``) is used as ``dense`` instead, without factors; ``"dense"`` sends plain
-            gradients; ``"auto:link=100Mbit/s+1ms"`` chooses for each gradient, see :mod:`isgq.auto`.
+            gradients; ``"subspace"`` makes the mean in rounds of two passes, with a memory of its own;
+            ``"auto:link=100Mbit/s+1ms"`` chooses for each gradient, see :mod:`isgq.auto`.
         dense: direct codec for the parameters without factors; None all-reduces their plain gradients.
         scope: whether ``dense`` compresses each tensor by itself or the whole model as one vector.
         aggregate: ``"gather"``: every rank gets all messages; ``"two_pass"`` (DoubleSqueeze): every rank averages a
@@ -145,6 +147,8 @@ class Session:
 
     def _make_aggregate(self) -> Gather:
         choice = self._choice
+        if choice.subspace is not None:
+            return Rounds(self._exchange, choice)
         if choice.aggregate != "async":
             return aggregation(choice.aggregate, self._exchange, choice.direct, choice.down, choice.pair)
         if self.serves:
@@ -208,7 +212,7 @@ class Session:
         if planning:
             self._make_plan()
         if not self._carriers:
-            self._carriers = self._make_carriers(self._aggregate.servers)
+            self._carriers = self._make_carriers(self._choice.shards(self._exchange.world_size))
         asks = self._choice.auto is not None and self._sizes.asks(captured_size(self._windows))
         step = replace(self._step(), new_plan=asks)
         outgoing = self._refusal() or self._aggregate.encode(step)
@@ -274,7 +278,7 @@ class Session:
     def messages(self) -> Messages:
         """Sizes of the last step's messages, for :func:`isgq.bandwidth.predict`."""
         dense = sum(p.numel() * p.element_size() for name, p in self._parameters.items() if self._is_dense(name))
-        return Messages(tuple(self._aggregate.up), tuple(self._aggregate.down), dense, len(self._names))
+        return Messages(self._aggregate.up, self._aggregate.down, dense, len(self._names), self._aggregate.rounds)
 
     # ---- the plan
 
@@ -376,7 +380,7 @@ class Session:
 
     def _shards(self, ranks: int) -> dict[str, Sequence[DirectCarrier]]:
         """What has memory where, in a session of so many ranks."""
-        carriers = self._make_carriers(ranks if self._choice.aggregate == "two_pass" else 1)
+        carriers = self._make_carriers(self._choice.shards(ranks))
         up = [carrier for carrier in carriers if isinstance(carrier, DirectCarrier)]
         return {"up": up, "down": replies_of(carriers, self._choice.down)}
 

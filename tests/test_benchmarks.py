@@ -24,7 +24,7 @@ def report(tmp_path_factory):
 
 def test_every_codec_is_measured_by_default():
     named = {name for spec in SPECS for name in re.findall(r"[a-z]\w*", spec)}
-    assert set(codec_names()) - {"scheduled"} <= named
+    assert set(codec_names()) - {"scheduled", "subspace"} <= named
     assert len(set(SPECS)) == len(SPECS)
     for spec in SPECS:
         codec(spec)
@@ -122,6 +122,7 @@ def test_a_wrong_name_is_a_usage_error(arguments, tmp_path, capsys):
 
 def test_the_frontier_trains_with_real_messages(tmp_path, capsys):
     methods = ["dense", "exact", "rotated:ratio=100", "rotated:atoms=2", "qsgd", "powersgd:rank=2", "isgq"]
+    methods += ["subspace:rank=2", "subspace:rank=2,step=0.0001"]
     options = [
         "--data",
         "mnist5k",
@@ -143,6 +144,12 @@ def test_the_frontier_trains_with_real_messages(tmp_path, capsys):
     # sent without loss, the factors give the same gradients up to the order of sums
     assert runs["exact"]["test_loss"] == pytest.approx(runs["dense"]["test_loss"], rel=1e-3)
     assert runs["rotated:ratio=100"]["compression"] == pytest.approx(100, rel=0.1)
+    # with fine steps a common subspace is PowerSGD, and the biases, which are sent as they are, go with memory
+    assert runs["subspace:rank=2,step=0.0001"]["test_loss"] == pytest.approx(
+        runs["powersgd:rank=2"]["test_loss"], rel=0.02
+    )
+    assert runs["powersgd:rank=2"]["moved"] == 2 * runs["powersgd:rank=2"]["bytes"]
+    assert runs["isgq"]["moved"] == 2 * runs["isgq"]["bytes"]
     for run in runs.values():
         assert 0 < run["test_loss"] < 2.31
     shown = capsys.readouterr().out

@@ -59,6 +59,17 @@ def overflow(model: nn.Module, rank: int, faulty: bool) -> None:
         handle.remove()
 
 
+def overflow_later(model: nn.Module, rank: int, faulty: bool) -> None:
+    """Projected on a direction of its inputs, this gradient is finite; on one of its outputs, not."""
+    weight = model[0].weight  # type: ignore[index]
+    handle = weight.register_hook(lambda grad: grad * 0 + 2e38) if faulty else None
+    try:
+        whole(model, rank)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
 def empty(model: nn.Module, rank: int, faulty: bool) -> None:
     model(torch.ones(0 if faulty else 4, 6)).sum().backward()
 
@@ -81,6 +92,7 @@ class Refusal(NamedTuple):
 TWO_PASS: dict[str, Any] = {"aggregate": "two_pass", "down": "one_bit"}
 SERVER: dict[str, Any] = {"aggregate": "server", "down": "top_k:k=0.5"}
 TOP_K = "top_k:k=0.5"
+SUBSPACE = "subspace:rank=1"
 REFUSALS = {
     "NaN": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", -1),
     "Inf": Refusal(spoil(float("inf")), "PeerNonFiniteError", ", parameter '", -1),
@@ -92,6 +104,12 @@ REFUSALS = {
     "NaN, two passes": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", options=TWO_PASS),
     "NaN, server": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", -1, TOP_K, 0, SERVER),
     "empty, two passes": Refusal(empty, "EmptyBatchError", codec=TOP_K, factored=0, options=TWO_PASS),
+    "NaN, subspace": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", codec=SUBSPACE, factored=0),
+    "empty, subspace": Refusal(empty, "EmptyBatchError", codec=SUBSPACE, factored=0),
+    "the mean overflows, subspace": Refusal(
+        overflow, "PeerNonFiniteError", faulty=0, codec=SUBSPACE, factored=0, options={"aggregate": "server"}
+    ),
+    "a later round overflows": Refusal(overflow_later, "PeerNonFiniteError", ", parameter '0.weight'", -1, SUBSPACE, 0),
     "the mean overflows": Refusal(overflow, "PeerNonFiniteError", faulty=0, codec=TOP_K, factored=0, options=SERVER),
 }
 

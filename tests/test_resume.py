@@ -1,5 +1,6 @@
 """Going on with another number of workers: memories are shared out so that nothing is lost, dropped, or refused."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
     "server": {"codec": "one_bit", "down": "one_bit", "aggregate": "server"},
     "factors": {"codec": "isgq", "down": "top_k:k=0.1", "aggregate": "two_pass", "routes": "factors"},
     "gather": {"codec": "error_feedback(top_k:k=0.1)"},
+    "subspace": {"codec": "subspace:rank=2"},
     "momentum": {"codec": "momentum_correction(top_k:k=0.1)", "down": "sign", "aggregate": "two_pass"},
 }
 
@@ -34,8 +36,8 @@ def save(steps: int) -> dict[str, Any]:
     return report
 
 
-def resume(saved: list[dict[str, Any]], resize: str) -> dict[str, Any]:
-    report = {}
+def resume(path: Path, resize: str) -> dict[str, Any]:
+    saved, report = torch.load(path), {}
     for name, options in CASES.items():
         model, logs = network(), []
         model.load_state_dict(saved[0][name][1])
@@ -54,8 +56,11 @@ def saved() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("resize", ["sum", "reset"])
-def test_another_number_of_workers_goes_on_by_the_declared_policy(saved: list[dict[str, Any]], resize: str) -> None:
-    for rank, report in enumerate(launch(resume, 2, args=(saved, resize), timeout=60)):
+def test_another_number_of_workers_goes_on_by_the_declared_policy(
+    saved: list[dict[str, Any]], resize: str, tmp_path: Path
+) -> None:
+    torch.save(saved, path := tmp_path / "saved.pt")
+    for rank, report in enumerate(launch(resume, 2, args=(path, resize), timeout=60)):
         for name in CASES:
             omega, norms, logs, different, steps = report[name]
             before: Tensor = saved[0][name][2]
@@ -72,9 +77,9 @@ def test_another_number_of_workers_goes_on_by_the_declared_policy(saved: list[di
                 assert ("shared out" if resize == "sum" else "dropped") in line
 
 
-def refused(saved: list[dict[str, Any]]) -> list[str]:
+def refused(path: Path) -> list[str]:
     answers = []
-    states = [each["two_pass"][0] for each in saved]
+    states = [each["two_pass"][0] for each in torch.load(path)]
     with isgq.instrument(network(), **CASES["two_pass"]) as session:
         for state, resize in (
             (states, "error"),
@@ -92,8 +97,9 @@ def refused(saved: list[dict[str, Any]]) -> list[str]:
     return answers
 
 
-def test_what_would_lose_a_memory_is_refused(saved: list[dict[str, Any]]) -> None:
-    for rank, answers in enumerate(launch(refused, 2, args=(saved,), timeout=60)):
+def test_what_would_lose_a_memory_is_refused(saved: list[dict[str, Any]], tmp_path: Path) -> None:
+    torch.save([{"two_pass": each["two_pass"]} for each in saved], path := tmp_path / "saved.pt")
+    for rank, answers in enumerate(launch(refused, 2, args=(path,), timeout=60)):
         other, few, order, rank_0, policy, nothing = answers
         assert "saved by 3 ranks, these are 2" in other
         assert "resize='sum'" in other

@@ -4,6 +4,7 @@ from isgq.codecs import (
     balanced,
     casts,
     dithered,
+    ecsq,
     eus,
     exact,
     feedback,
@@ -18,6 +19,7 @@ from isgq.codecs import (
     schedule,
     sign,
     sparse,
+    subspace,
     terngrad,
 )
 from isgq.core.registry import register_alias
@@ -28,6 +30,7 @@ __all__ = [
     "balanced",
     "casts",
     "dithered",
+    "ecsq",
     "eus",
     "exact",
     "feedback",
@@ -42,5 +45,6 @@ __all__ = [
     "schedule",
     "sign",
     "sparse",
+    "subspace",
     "terngrad",
 ]

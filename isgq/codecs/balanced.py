@@ -29,8 +29,9 @@ from isgq.codecs.eus_plan import usa
 from isgq.codecs.eus_sample import systematic
 from isgq.codecs.exact import Exact
 from isgq.core.errors import CodecError, NonFiniteError, OptionError
+from isgq.core.extremes import check_finite
 from isgq.core.keys import Key
-from isgq.core.payload import Contract, Factors, LowRank, PairPayload, Payload, check_finite
+from isgq.core.payload import Contract, Factors, LowRank, PairPayload, Payload
 from isgq.core.registry import register_codec
 
 _EXACT = Exact()

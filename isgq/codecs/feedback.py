@@ -50,6 +50,10 @@ class Memory:
         self.previous.setdefault(name, self.tensors.get(name))
         self.tensors[name] = value
 
+    def commit(self) -> None:
+        """What was written cannot be undone any more."""
+        self.previous.clear()
+
     def rollback(self) -> None:
         """Undo the writes since the last commit."""
         for name, value in self.previous.items():
@@ -57,6 +61,15 @@ class Memory:
                 self.tensors.pop(name, None)
             else:
                 self.tensors[name] = value
+        self.previous.clear()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All of it, by name."""
+        return dict(self.tensors)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace everything."""
+        self.tensors = {name: tensor.clone() for name, tensor in state.items()}
         self.previous.clear()
 
 
@@ -77,7 +90,7 @@ class Remembering:
 
     def commit(self) -> None:
         """The step was applied: nothing of it can be taken back any more."""
-        self.memory.previous.clear()
+        self.memory.commit()
 
     def rollback(self) -> None:
         """Take back what was encoded since the last commit, because its step was not applied."""
@@ -85,12 +98,11 @@ class Remembering:
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's memory by name."""
-        return dict(self.memory.tensors)
+        return self.memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace this rank's memory."""
-        self.memory.tensors = {name: tensor.clone() for name, tensor in state.items()}
-        self.memory.previous.clear()
+        self.memory.load_state_dict(state)
 
 
 @register_codec("error_feedback")

@@ -26,7 +26,7 @@ def choose_codecs(spec: str | AnyCodec, dense: str | AnyCodec | None) -> tuple[P
         dense: the session's codec for parameters without factors, or None.
 
     Raises:
-        OptionError: two codecs for gradients, or a pair codec as ``dense``.
+        OptionError: two codecs for gradients, a pair codec as ``dense``, or one that only sessions know how to use.
     """
     direct = direct_codec(dense, "dense") if dense is not None else None
     if spec == "dense":
@@ -36,6 +36,8 @@ def choose_codecs(spec: str | AnyCodec, dense: str | AnyCodec | None) -> tuple[P
         return built, direct
     if isinstance(built, _ON_FACTORS):
         return Separate(built, built), direct
+    if not isinstance(built, Codec):
+        raise OptionError(f"{spec_of(built)} is for the ranks of a session together: isgq.instrument(model, ...)")
     if direct is not None:
         raise OptionError(
             f"{spec_of(built)} compresses gradients, and so does dense={spec_of(direct)}: give one of them, "
@@ -79,5 +81,5 @@ def direct_codec(spec: str | AnyCodec | None, role: str) -> Codec:
         return Exact()
     built = codec(spec)
     if not isinstance(built, Codec):
-        raise OptionError(f"{role}={spec_of(built)} is for pairs of factors; use a codec of one tensor")
+        raise OptionError(f"{role}={spec_of(built)} is for pairs of factors or for sessions; use a codec of one tensor")
     return built

@@ -133,7 +133,7 @@ def decode_symbols(data: bytes, dither: Reals | None, group: Ints, steps: Reals,
         CodecError: the bytes end in a zero byte, or hold more than these symbols.
     """
     if data.endswith(b"\0"):
-        raise CodecError("code of a rotated payload ends in a zero byte, which an encoder would have left off")
+        raise CodecError("a code of symbols ends in a zero byte, which an encoder would have left off")
     words = np.frombuffer(data + bytes(-len(data) % 4), dtype="<u4").astype(np.uint32)
     coder, exponents = constriction.stream.stack.AnsCoder(words), steps * _INVERSE_SCALE
     symbols: Ints = coder.decode(_FAMILY, _signs(exponents, group, dither)).astype(np.int64) - 1
@@ -142,7 +142,7 @@ def decode_symbols(data: bytes, dither: Reals | None, group: Ints, steps: Reals,
     for place in range(digits):
         magnitudes += coder.decode(_FAMILY, tables[place][large]).astype(np.int64) << place
     if not coder.is_empty():
-        raise CodecError(f"code of a rotated payload holds more than its {len(group)} symbols")
+        raise CodecError(f"a code of symbols holds more than its {len(group)} symbols")
     symbols[nonzero] *= magnitudes
     return symbols
 
@@ -155,5 +155,5 @@ def digits_for(largest: float) -> int:
     """
     digits = int(np.ceil(largest) + 1).bit_length()
     if digits > _MOST_DIGITS:
-        raise CodecError(f"symbols of a rotated payload have {digits} digits, allowed are {_MOST_DIGITS}")
+        raise CodecError(f"symbols have {digits} digits, allowed are {_MOST_DIGITS}")
     return digits

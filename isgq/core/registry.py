@@ -163,13 +163,13 @@ def codec(spec: "str | AnyCodec", *, also: Sequence[str] = ()) -> AnyCodec:
     return built
 
 
-def spec_of(codec_object: AnyCodec) -> str:
-    """Canonical spec string of a codec: every option, in the order of the fields; what ranks compare."""
+def spec_of(codec_object: Any) -> str:
+    """Canonical spec string of anything registered: every option, in the order of the fields; what ranks compare."""
     if codec_object.name == "scheduled":
-        spec: str = codec_object.spec  # type: ignore[union-attr]
+        spec: str = codec_object.spec
         return spec
     inners, options = [], []
-    for f in dataclasses.fields(codec_object):  # type: ignore[arg-type]
+    for f in dataclasses.fields(codec_object):
         if not f.init:
             continue
         value = getattr(codec_object, f.name)

@@ -10,6 +10,7 @@ import torch
 from isgq.codecs.dithered import Dithered
 from isgq.codecs.pair import Separate
 from isgq.core import registry
+from isgq.core.codec import Codec, PairCodec
 from isgq.core.errors import CodecError, OptionError
 from isgq.core.keys import Key
 from isgq.core.payload import Factors, Payload
@@ -18,13 +19,14 @@ from isgq.testing import LAWS, Subject, check_codec, laws
 
 
 def by_default():
-    """Names that are specs by themselves; wrappers need an inner codec."""
+    """Names that are specs by themselves; wrappers need an inner codec, and a subspace all ranks."""
     for name in codec_names():
         try:
-            codec(name)
+            built = codec(name)
         except (OptionError, TypeError):
             continue
-        yield name
+        if isinstance(built, (Codec, PairCodec)):
+            yield name
 
 
 # Options whose code differs from the default's.
@@ -49,6 +51,9 @@ SPECS = [
     "rotated:atoms=3",
     "rotated:nmse=0.2",
     "rotated:mode=mmse,nmse=0.1",
+    "ecsq:step=0.01,bucket=tensor",
+    "ecsq:step=8,bucket=7",
+    "ecsq:step=0.5,dither=false",
     "error_feedback(top_k:k=0.1)",
     "momentum_correction(qsgd)",
     "top_k:k=0.25->0.1@50",
@@ -63,7 +68,13 @@ def test_laws(spec):
 
 
 def test_every_codec_but_wrappers_is_checked():
-    assert set(codec_names()) - set(by_default()) <= {"separate", "error_feedback", "momentum_correction", "scheduled"}
+    assert set(codec_names()) - set(by_default()) <= {
+        "separate",
+        "error_feedback",
+        "momentum_correction",
+        "scheduled",
+        "subspace",
+    }
 
 
 @pytest.mark.cuda
