@@ -7,8 +7,9 @@ from isgq.core.keys import Key
 from isgq.core.payload import Factors
 from isgq.core.registry import codec, register_codec
 from isgq.federated import Federated
+from isgq.instrumenting import instrument
 from isgq.masters import MasterWeights
-from isgq.session import Session, instrument
+from isgq.session import Session
 from isgq.version import __version__
 
 __all__ = [

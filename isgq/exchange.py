@@ -76,8 +76,8 @@ class Exchange(Protocol):
         """Mean over ranks of equal-shaped tensors; may overwrite x."""
         ...
 
-    def broadcast(self, x: Tensor) -> Pending[Tensor]:
-        """Rank 0's x, written into every rank's contiguous x."""
+    def broadcast(self, x: Tensor, source: int = 0) -> Pending[Tensor]:
+        """The x of rank ``source``, written into every rank's x."""
         ...
 
 
@@ -112,7 +112,7 @@ class Loopback:
         self.sent += x.numel() * x.element_size()
         return Pending(lambda: x)
 
-    def broadcast(self, x: Tensor) -> Pending[Tensor]:
+    def broadcast(self, x: Tensor, source: int = 0) -> Pending[Tensor]:
         """The tensor itself."""
         return Pending(lambda: x)
 
@@ -201,14 +201,14 @@ class TorchExchange:
         work = self._start(lambda: dist.all_reduce(buffer, group=self._group, async_op=True))
         return Pending(lambda: self._finish(work, lambda: buffer.to(x.device)))
 
-    def broadcast(self, x: Tensor) -> Pending[Tensor]:
+    def broadcast(self, x: Tensor, source: int = 0) -> Pending[Tensor]:
         """See :class:`Exchange`."""
         size = x.numel() * x.element_size()
-        self.sent += size if self.rank == 0 else 0
-        self.received += size if self.rank else 0
+        self.sent += size if self.rank == source else 0
+        self.received += size if self.rank != source else 0
         buffer = x.detach().contiguous().to(self._device)  # gloo is silently wrong on strided tensors
-        source = dist.get_global_rank(self._group, 0) if self._group is not None else 0
-        work = self._start(lambda: dist.broadcast(buffer, source, group=self._group, async_op=True))
+        root = dist.get_global_rank(self._group, source) if self._group is not None else source
+        work = self._start(lambda: dist.broadcast(buffer, root, group=self._group, async_op=True))
 
         def write() -> Tensor:
             if buffer is not x:
