@@ -6,6 +6,7 @@ from isgq.core.errors import IsgqError
 from isgq.core.keys import Key
 from isgq.core.payload import Factors
 from isgq.core.registry import codec, register_codec
+from isgq.doctor import doctor
 from isgq.federated import Federated
 from isgq.instrumenting import instrument
 from isgq.masters import MasterWeights
@@ -24,6 +25,7 @@ __all__ = [
     "codec",
     "codecs",
     "ddp",
+    "doctor",
     "instrument",
     "register_codec",
     "wire",

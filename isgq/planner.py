@@ -4,7 +4,7 @@ Routes: ``factors`` (quantized factors, all-gathered), ``direct`` (the compresse
 (the gradient itself, all-reduced).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -57,11 +57,17 @@ class Plan:
         for line in self.lines:
             measured = f"{line.factor_bytes:,}" if line.factor_bytes else "-"
             rows.append((line.name, line.route, measured, f"{line.dense_bytes:,}", line.reason))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        return "\n".join(
-            f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}"
-            for row in rows
-        )
+        return table(rows, numbers=(2, 3))
+
+
+def table(rows: Sequence[Sequence[str]], numbers: Collection[int]) -> str:
+    """Aligned columns; those of these numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if i in numbers else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def decide(line: Line, sizes: Sequence[int], policy: Literal["auto", "factors"]) -> Line:

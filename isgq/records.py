@@ -25,8 +25,7 @@ from isgq.windows import Window
 
 Record = Payload | PairPayload
 _PLAIN = "exact"  # codec name of a record that holds a plain gradient
-# How far the captured pairs' product may be from autograd's gradient, relative, before they are not trusted.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+_HALF, _LOOSE = 5e-2, 1e-3  # tolerances of half precision, and of float32 where it may be TensorFloat-32
 _TINY = 1e-30
 
 
@@ -203,16 +202,27 @@ class FactorCarrier:
         random = key.child("check")
         mix = uniform(random.digest, "mix", (weight.shape[self.unit.adapter.outputs],), weight.device) * math.sqrt(12)
         made, given = self.unit.mixed(factors, weight, mix)
-        fine = torch.linalg.vector_norm(made - given) <= self._tolerance * torch.linalg.vector_norm(weight) + _TINY
+        tolerance = self.tolerance()
+        fine = torch.linalg.vector_norm(made - given) <= tolerance * torch.linalg.vector_norm(weight) + _TINY
         for name in self.names[1:]:
             bias = gradients[name]
             gap = torch.linalg.vector_norm(self.unit.adapter.bias_grad(self.unit.module, factors.d) - bias)
-            fine &= gap <= self._tolerance * torch.linalg.vector_norm(bias) + _TINY
+            fine &= gap <= tolerance * torch.linalg.vector_norm(bias) + _TINY
         return bool(fine)
 
-    @property
-    def _tolerance(self) -> float:
-        return _TOLERANCE.get(self.windows[self.name].pairs[0].d.dtype, 1e-3)
+    def tolerance(self) -> float:
+        """How far the pairs' product may be from autograd's gradient, relative, before they are not trusted.
+
+        A few roundings of a sum of as many terms as there are rows and positions, so that a small penalty on the weight
+        is noticed, too.
+        """
+        pairs = self.windows[self.name].pairs
+        dtype, device = pairs[0].d.dtype, pairs[0].d.device
+        if dtype in {torch.float16, torch.bfloat16}:
+            return _HALF
+        terms = sum(pair.d.numel() // pair.d.shape[1] for pair in pairs)
+        rounding = 64 * torch.finfo(dtype).eps * math.sqrt(max(terms, 1))
+        return _LOOSE if dtype == torch.float32 and device.type != "cpu" else min(rounding, _LOOSE)
 
     def error(self, factors: Factors, gradients: Mapping[str, Tensor]) -> float:
         """How far the factors' product is from autograd's gradient, relative to it; one contraction."""
@@ -275,7 +285,7 @@ class FactorCarrier:
             return PAIRLESS
         try:
             factors = window.unscaled(merge(window.pairs))
-            if self.error(factors, gradients) > self._tolerance:
+            if self.error(factors, gradients) > self.tolerance():
                 return REFUSED
             return self._begin(factors, key)
         except NonFiniteError:

@@ -178,7 +178,7 @@ class Session:
         self._step_together(Status.OK)
 
     def _step_together(self, status: Status) -> bool:
-        """A step of this rank, which has a batch (OK) or none any more (DONE); returns whether any rank has one."""
+        """A step of this rank, which has a batch (OK) or none any more (DONE); returns whether any rank has one."""  # noqa: DOC501
         try:
             return self._try_step(status)
         except PeerNonFiniteError:
@@ -244,7 +244,9 @@ class Session:
 
     def _make_carriers(self, servers: int) -> list[Carrier]:
         pair, direct = self._choice.pair, self._choice.direct
-        return make_carriers(self.plan, self._units, pair, direct, self._choice.scope, self._windows, servers, self._say)
+        return make_carriers(
+            self.plan, self._units, pair, direct, self._choice.scope, self._windows, servers, self._say
+        )
 
     def _step(self) -> Step:
         digest = plan_digest(self._choice.spec, [line.route for line in self.plan.lines])

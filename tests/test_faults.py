@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import isgq
+from isgq.codecs.dithered import Dithered
 from isgq.core.errors import RankError
 from isgq.exchange import TorchExchange
 from isgq.launch import launch
@@ -63,6 +64,18 @@ def empty(model: nn.Module, rank: int, faulty: bool) -> None:
     model(torch.ones(0 if faulty else 4, 6)).sum().backward()
 
 
+def break_codec(model: nn.Module, rank: int, faulty: bool) -> None:
+    """Not an error that anybody thought of."""
+
+    def burst(*arguments: Any) -> None:
+        raise LookupError("broken")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if faulty:
+            patch.setattr(Dithered, "encode", burst)
+        whole(model, rank)
+
+
 def whole(model: nn.Module, rank: int) -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
     model(x).square().sum().backward()
@@ -92,6 +105,7 @@ REFUSALS = {
     "NaN, two passes": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", options=TWO_PASS),
     "NaN, server": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", -1, TOP_K, 0, SERVER),
     "empty, two passes": Refusal(empty, "EmptyBatchError", codec=TOP_K, factored=0, options=TWO_PASS),
+    "an exception": Refusal(break_codec, "PeerError", ", parameter '0.weight'", -1),
     "the mean overflows": Refusal(overflow, "PeerNonFiniteError", faulty=0, codec=TOP_K, factored=0, options=SERVER),
 }
 
@@ -147,7 +161,17 @@ def disagreements() -> dict[str, str]:
         model[3].requires_grad_(False)
         return model
 
+    def drifted(last_only: bool) -> str:
+        with isgq.instrument(other := make(), CODEC, check_replicas=2):
+            for _ in range(2):
+                whole(other, rank)
+            with torch.no_grad():
+                other[2].bias += float(last and last_only)  # type: ignore[operator]
+            return outcome(lambda: whole(other, rank))
+
+    assert drifted(False) == "fine"
     return {
+        "drift": drifted(True),
         "codec": outcome(lambda: isgq.instrument(make(), CODEC if last else "exact")),
         "seed": outcome(lambda: isgq.instrument(make(), CODEC, seed=rank)),
         "model": outcome(lambda: isgq.instrument(make(6 if last else 5), CODEC)),
@@ -214,6 +238,11 @@ def test_ranks_that_disagree_are_refused_alike(reports: list[dict[str, Any]]) ->
         assert report["disagreements"] == reports[0]["disagreements"]
     for name, said in reports[0]["disagreements"].items():
         assert said.startswith("MismatchError: rank 1"), (name, said)
+
+
+def test_drifted_replicas_are_told_by_rank_and_parameter(reports: list[dict[str, Any]]) -> None:
+    said = reports[0]["disagreements"]["drift"]
+    assert said.startswith("MismatchError: rank 1, step 2, parameter '2.bias': holds other bits than on rank 0")
 
 
 def test_a_rank_that_skips_a_step_is_missed_in_time(reports: list[dict[str, Any]]) -> None:

@@ -21,6 +21,7 @@ from isgq.layers.adapters import Adapter, adapter_for, has_adapter
 
 SKIPPED = "skipped by the caller"
 
+
 @dataclass(frozen=True, eq=False)
 class Unit:
     """One module whose weight gradient can travel as factors; its bias, if it has a trainable one, rides along.
