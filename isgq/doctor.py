@@ -23,7 +23,8 @@ from isgq.aggregate import Gather, Step
 from isgq.backward import BackwardWatch
 from isgq.choice import check_option, choose, predicate
 from isgq.core.errors import InstrumentError, OptionError
-from isgq.core.payload import Factors, check_finite
+from isgq.core.extremes import check_finite
+from isgq.core.payload import Factors
 from isgq.core.registry import AnyCodec
 from isgq.exchange import Loopback
 from isgq.instrumented import check_free

@@ -5,7 +5,9 @@ this door: ``sent`` grows by this rank's message once (a ring or a tree may forw
 what arrives from the other ranks. Padding and length exchanges count.
 """
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Generic, Protocol, TypeVar
@@ -19,6 +21,7 @@ from isgq.core.errors import ExchangeError
 _T = TypeVar("_T")
 _COUNTING = threading.Lock()  # a server uses its channels from several threads
 _LONGEST = 1 << 32  # bytes of a message, as in its header
+_ROLL_CALL = 0.8  # seconds in which ranks whose collective failed find out which others are there
 
 
 class Pending(Generic[_T]):
@@ -232,10 +235,36 @@ class TorchExchange:
         return result()
 
     def _failure(self, error: RuntimeError) -> ExchangeError:
+        absent = self._roll_call()
+        who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}" if absent else "some rank"
         return ExchangeError(
-            f"rank {self.rank} of {self.world_size}: a collective failed; some rank is dead, stuck or did not take "
-            f"part in this step within the group's timeout ({error})"
+            f"rank {self.rank} of {self.world_size}: a collective failed; {who} is dead, stuck or did not take part in "
+            f"this step within the group's timeout ({error})"
         )
+
+    def _roll_call(self) -> list[int]:
+        """Which ranks do not say, as this one does, that a collective failed; none where the store is gone, too."""
+        missing = set(range(self.world_size))
+        found: list[int] = []
+
+        def ask() -> None:
+            group = self._group if self._group is not None else dist.group.WORLD
+            assert group is not None
+            store, deadline = group.get_group_store(), time.monotonic() + _ROLL_CALL
+            store.set(f"isgq/failed/{self.rank}", "1")
+            while missing and time.monotonic() < deadline:
+                missing.difference_update([rank for rank in missing if store.check([f"isgq/failed/{rank}"])])
+                time.sleep(_ROLL_CALL / 20)
+            found.extend(sorted(missing))
+
+        def ask_quietly() -> None:
+            with contextlib.suppress(RuntimeError):  # the store has gone with the rank that kept it
+                ask()
+
+        asking = threading.Thread(target=ask_quietly, daemon=True)  # a store behind a broken link may never answer
+        asking.start()
+        asking.join(2 * _ROLL_CALL)
+        return found
 
 
 def _timeout(group: dist.ProcessGroup | None) -> timedelta:

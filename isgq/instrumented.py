@@ -41,8 +41,8 @@ def refuse_wrapper(module: nn.Module) -> None:
         )
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise InstrumentError(
-            "DistributedDataParallel already averages gradients: instrument the module it wraps (model.module), without "
-            "the wrapper; or keep it, and give it a codec by isgq.ddp.comm_hook"
+            "DistributedDataParallel already averages gradients: instrument the module that it wraps (model.module) "
+            "without the wrapper; or keep it, and give it a codec by isgq.ddp.comm_hook"
         )
     if any(base.__name__ in {"FSDPModule", "FullyShardedDataParallel"} for base in type(module).__mro__) or any(
         type(p.data).__name__ == "DTensor" for p in module.parameters(recurse=False)
