@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import isgq
+from isgq import agreement
 from isgq.codecs.dithered import Dithered
 from isgq.core.errors import RankError
 from isgq.exchange import TorchExchange
@@ -169,9 +170,15 @@ def disagreements() -> dict[str, str]:
                 other[2].bias += float(last and last_only)  # type: ignore[operator]
             return outcome(lambda: whole(other, rank))
 
+    def of_another_version() -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agreement, "PROTOCOL", agreement.PROTOCOL + int(last))
+            return outcome(lambda: isgq.instrument(make(), CODEC))
+
     assert drifted(False) == "fine"
     return {
         "drift": drifted(True),
+        "protocol": of_another_version(),
         "codec": outcome(lambda: isgq.instrument(make(), CODEC if last else "exact")),
         "seed": outcome(lambda: isgq.instrument(make(), CODEC, seed=rank)),
         "model": outcome(lambda: isgq.instrument(make(6 if last else 5), CODEC)),

@@ -63,8 +63,16 @@ def broken() -> str:
     return "fine"
 
 
+def straddling() -> list[str]:
+    """By its own batch, rank 0 would send factors and rank 1 would not."""
+    model = nn.Linear(30, 20)
+    with isgq.instrument(model, "exact") as session:
+        model(torch.randn(2 if dist.get_rank() == 0 else 200, 30)).sum().backward()
+    return [line.route for line in session.plan.lines]
+
+
 def every() -> dict[str, Any]:
-    report: dict[str, Any] = {"broken": broken()}
+    report: dict[str, Any] = {"broken": broken(), "straddling": straddling()}
     for name, counts in BATCHES.items():
         report[name] = {"ddp": by_ddp(counts)} | {spec: by_session(counts, spec) for spec in SPECS}
     return report
@@ -91,3 +99,7 @@ def test_uneven_batches_train_as_with_join(reports: list[dict[str, Any]], name: 
 def test_who_has_no_batch_left_hears_of_a_fault_alike(reports: list[dict[str, Any]]) -> None:
     assert reports[0]["broken"] == reports[1]["broken"]
     assert reports[0]["broken"].startswith("PeerNonFiniteError: rank 1, step 1, parameter '")
+
+
+def test_routes_come_from_what_all_ranks_share(reports: list[dict[str, Any]]) -> None:
+    assert [report["straddling"] for report in reports] == [["dense"], ["dense"]]

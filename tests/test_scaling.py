@@ -115,6 +115,25 @@ def test_half_precision_finds_its_scale_and_trains(reports: list[dict[str, Any]]
         assert run["accuracy"] == pytest.approx(report[spec]["none"]["accuracy"], abs=0.05)
 
 
+@pytest.mark.parametrize("sync", ["backward", "manual"])
+def test_accumulated_gradients_are_scaled_like_those_of_one_pass(sync: Any) -> None:
+    model = make()
+    optimizer, grads = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for enabled in (True, False):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=enabled)
+        optimizer.zero_grad()
+        with isgq.instrument(model, "exact", routes="factors", sync=sync, scaler=scaler) as session:
+            for start in range(2):  # what the first synchronised step leaves stays in p.grad for the second
+                with session.no_sync():
+                    scaler.scale(F.cross_entropy(model(batch(start, 0)[0]), batch(start, 0)[1])).backward()
+                scaler.scale(F.cross_entropy(model(batch(start, 1)[0]), batch(start, 1)[1])).backward()
+                if sync == "manual":
+                    session.synchronize()
+        scaler.unscale_(optimizer)
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 def test_a_nan_that_no_scale_cures_is_an_error_in_the_end() -> None:
     model, scaler = make(), torch.amp.GradScaler("cpu", init_scale=2.0**-23)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

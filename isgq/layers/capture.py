@@ -72,11 +72,8 @@ class Unit:
         matrix = torch.eye(groups, device=mix.device).repeat_interleave(mix.numel() // groups, 1) * mix
         matrix, dimension = matrix.to(factors.d.device, dtype), self.adapter.outputs
         x = factors.x.to(dtype) if factors.x.is_floating_point() else factors.x
-        d = torch.tensordot(factors.d.to(dtype), matrix, ([1], [1])).movedim(-1, 1)
-        return (
-            self.contract(x, d.contiguous()),
-            torch.tensordot(gradient.to(dtype), matrix, ([dimension], [1])).movedim(-1, dimension),
-        )
+        d = _mix(factors.d.to(dtype), matrix, 1)
+        return self.contract(x, d), _mix(gradient.to(dtype), matrix, dimension)
 
     def flat_gradient(self, factors: Factors | LowRank) -> Tensor:
         """Weight gradient and bias gradient (if any) as one flat vector."""
@@ -141,6 +138,14 @@ def _obstacle(module: nn.Module, attribute: str) -> str | None:
     if attribute != "weight":
         return "no factors: the weight beside it is frozen or travels densely"
     return adapter.refusal(module)
+
+
+def _mix(x: Tensor, matrix: Tensor, dimension: int) -> Tensor:
+    """The matrix ``[m, n]`` applied to a dimension of size n, which becomes m."""
+    if x.dim() == dimension + 1:
+        return x @ matrix.t()
+    mixed = matrix @ x.flatten(dimension + 1)
+    return mixed.reshape(*mixed.shape[:-1], *x.shape[dimension + 1 :])
 
 
 class Capture:
