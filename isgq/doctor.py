@@ -185,7 +185,10 @@ def _findings(
 def _error(carrier: FactorCarrier, gradients: Mapping[str, Tensor]) -> float | None:
     pairs = carrier.windows[carrier.name].pairs
     one_size = len({(pair.x.shape[1:], pair.d.shape[1:]) for pair in pairs}) == 1
-    return carrier.error(merge(pairs), gradients) if one_size else None
+    if not one_size:
+        return None
+    gap, size = carrier.gap(merge(pairs), gradients)
+    return float(gap / size) if size else float(gap)
 
 
 @contextmanager

@@ -25,7 +25,9 @@ from isgq.windows import Window
 
 Record = Payload | PairPayload
 _PLAIN = "exact"  # codec name of a record that holds a plain gradient
-_HALF, _LOOSE = 5e-2, 1e-3  # tolerances of half precision, and of float32 where it may be TensorFloat-32
+# How far the captured pairs' product may be from autograd's gradient before they are not trusted: relative to its norm
+# in half precision and where float32 may be TensorFloat-32, and else in roundings of its terms.
+_HALF, _TENSOR_FLOAT, _ROUNDINGS = 5e-2, 1e-3, 64
 _TINY = 1e-30
 
 
@@ -198,36 +200,34 @@ class FactorCarrier:
 
     def _accounts_for(self, factors: Factors, gradients: Mapping[str, Tensor], key: Key) -> bool:
         """Whether the factors make up autograd's gradient, as far as a random mix of outputs tells; see Unit.mixed."""
-        weight = gradients[self.name]
+        weight, size = gradients[self.name], torch.linalg.vector_norm(self._flat(gradients))
         random = key.child("check")
         mix = uniform(random.digest, "mix", (weight.shape[self.unit.adapter.outputs],), weight.device) * math.sqrt(12)
         made, given = self.unit.mixed(factors, weight, mix)
-        tolerance = self.tolerance()
-        fine = torch.linalg.vector_norm(made - given) <= tolerance * torch.linalg.vector_norm(weight) + _TINY
+        gap = torch.linalg.vector_norm(made - given)
         for name in self.names[1:]:
-            bias = gradients[name]
-            gap = torch.linalg.vector_norm(self.unit.adapter.bias_grad(self.unit.module, factors.d) - bias)
-            fine &= gap <= tolerance * torch.linalg.vector_norm(bias) + _TINY
-        return bool(fine)
+            bias = self.unit.adapter.bias_grad(self.unit.module, factors.d)
+            gap = gap.maximum(torch.linalg.vector_norm(bias - gradients[name]))
+        return bool(gap <= self._slack(factors, size))
 
-    def tolerance(self) -> float:
-        """How far the pairs' product may be from autograd's gradient, relative, before they are not trusted.
+    def _slack(self, factors: Factors, size: Tensor) -> Tensor:
+        """How far the factors' product may be from autograd's gradient of that norm: some roundings of its terms.
 
-        A few roundings of a sum of as many terms as there are rows and positions, so that a small penalty on the weight
-        is noticed, too.
+        Terms that cancel are rounded all the same; and a small penalty on the weight is too much.
         """
-        pairs = self.windows[self.name].pairs
-        dtype, device = pairs[0].d.dtype, pairs[0].d.device
+        dtype = self.windows[self.name].pairs[0].d.dtype  # of autograd's product; these factors may be unscaled
         if dtype in {torch.float16, torch.bfloat16}:
-            return _HALF
-        terms = sum(pair.d.numel() // pair.d.shape[1] for pair in pairs)
-        rounding = 64 * torch.finfo(dtype).eps * math.sqrt(max(terms, 1))
-        return _LOOSE if dtype == torch.float32 and device.type != "cpu" else min(rounding, _LOOSE)
+            return _HALF * size
+        x = factors.x if factors.x.is_floating_point() else torch.ones_like(factors.x, dtype=factors.d.dtype)
+        terms = torch.linalg.vector_norm(x) * torch.linalg.vector_norm(factors.d)
+        coarse = _TENSOR_FLOAT if dtype == torch.float32 and size.device.type != "cpu" else 0.0
+        slack: Tensor = coarse * size + _ROUNDINGS * torch.finfo(dtype).eps * terms + _TINY
+        return slack
 
-    def error(self, factors: Factors, gradients: Mapping[str, Tensor]) -> float:
-        """How far the factors' product is from autograd's gradient, relative to it; one contraction."""
-        local, product = self._flat(gradients), self.unit.flat_gradient(factors)
-        return float(torch.linalg.vector_norm(product - local) / (torch.linalg.vector_norm(local) + _TINY))
+    def gap(self, factors: Factors, gradients: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """How far the factors' product is from autograd's gradient, and the gradient's norm; one contraction."""
+        local = self._flat(gradients)
+        return torch.linalg.vector_norm(self.unit.flat_gradient(factors) - local), torch.linalg.vector_norm(local)
 
     def decode(self, record: Record) -> Factors | LowRank | Tensor:
         """Factors, or the plain gradient as one flat vector; at least float32, on the weight's device.
@@ -285,7 +285,8 @@ class FactorCarrier:
             return PAIRLESS
         try:
             factors = window.unscaled(merge(window.pairs))
-            if self.error(factors, gradients) > self.tolerance():
+            gap, size = self.gap(factors, gradients)
+            if gap > self._slack(factors, size):
                 return REFUSED
             return self._begin(factors, key)
         except NonFiniteError:
