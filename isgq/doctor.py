@@ -138,7 +138,7 @@ def doctor(
         policy: Literal["auto", "factors"] = "factors" if routes == "factors" else "auto"
         plan = make_plan(units, sizes[None], windows, reasons, policy, choice.direct is not None)
         carriers = make_carriers(plan, units, choice.pair, choice.direct, "tensor", windows, 1, lambda _: None)
-        gather = Gather(exchange, choice.direct)
+        gather = Gather(exchange, choice.direct, choice.pair)
         outgoing = gather.encode(Step(0, 0, seed, names, used, carriers, gradients))
         gather.rollback()
         if outgoing.error is not None:

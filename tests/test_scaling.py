@@ -13,6 +13,7 @@ from isgq.core.errors import OptionError, PeerNonFiniteError
 from isgq.launch import launch
 
 SPECS = ["error_feedback(top_k:k=0.2)", "isgq", "top_k:k=0.2, two_pass"]
+HALF = SPECS[1:]
 OVERFLOW = 7  # the step in which rank 1's loss overflows
 STEPS = 40
 
@@ -81,8 +82,9 @@ def every() -> dict[str, Any]:
         runs = {
             "none": train(spec, torch.amp.GradScaler("cpu", enabled=False)),
             "scaled": train(spec, scaler(2.0**10, grow=3)),
-            "half": train(spec, scaler(2.0**22), half=True),
         }
+        if spec in HALF:
+            runs["half"] = train(spec, scaler(2.0**22), half=True)
         report[spec] = runs
     return report
 
@@ -105,7 +107,7 @@ def test_scales_and_an_overflow_on_one_rank_change_no_bit_but_leave_out_its_batc
         assert run["accuracy"] > 0.85
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", HALF)
 def test_half_precision_finds_its_scale_and_trains(reports: list[dict[str, Any]], spec: str) -> None:
     for report in reports:
         run = report[spec]["half"]
