@@ -6,10 +6,12 @@ from isgq.core.errors import IsgqError
 from isgq.core.keys import Key
 from isgq.core.payload import Factors
 from isgq.core.registry import codec, register_codec
+from isgq.doctor import doctor
 from isgq.federated import Federated
 from isgq.forecast import Forecast, plan
+from isgq.instrumenting import instrument
 from isgq.masters import MasterWeights
-from isgq.session import Session, instrument
+from isgq.session import Session
 from isgq.version import __version__
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "codec",
     "codecs",
     "ddp",
+    "doctor",
     "instrument",
     "plan",
     "register_codec",

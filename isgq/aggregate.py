@@ -67,6 +67,11 @@ class Step:
         """Position of each parameter in ``names``."""
         return {name: i for i, name in enumerate(self.names)}
 
+    def position(self, name: str) -> int:
+        """Of a parameter in the headers; NO_PARAMETER where there is none."""
+        index = self.index.get(name, NO_PARAMETER)
+        return index if index < NEW_PLAN else NO_PARAMETER
+
     def sends(self, carrier: Carrier, used: Sequence[bool]) -> bool:
         """Whether a rank that uses these parameters has a record for the carrier."""
         return any(used[self.index[name]] for name in carrier.names)
@@ -143,9 +148,9 @@ class Gather:
             done = finish([record for _, record in records], overhead, step.say)
             return self._pack(step, [(carrier, record) for (carrier, _), record in zip(records, done, strict=True)])
         except NonFiniteError as error:
-            return Outgoing(status=Status.NON_FINITE, parameter=_index(step, name), error=error)
+            return Outgoing(status=Status.NON_FINITE, parameter=step.position(name), error=error)
         except Exception as error:
-            return Outgoing(status=Status.FAILED, parameter=_index(step, name), error=error)
+            return Outgoing(status=Status.FAILED, parameter=step.position(name), error=error)
 
     def _pack(self, step: Step, records: Sequence[tuple[Carrier, Record]]) -> Outgoing:
         return Outgoing([self._message(step, records, copies=1)])
@@ -373,9 +378,3 @@ def once(log: Callable[[str], None]) -> Callable[[str], None]:
             log(f"isgq: {words}")
 
     return say
-
-
-def _index(step: Step, name: str) -> int:
-    """Position of a parameter in the headers."""
-    index = step.index.get(name, NO_PARAMETER)
-    return index if index < NEW_PLAN else NO_PARAMETER

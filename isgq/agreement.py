@@ -1,9 +1,12 @@
-"""What the ranks must agree on before the first step, and in the header of every step; pure checks on what came."""
+"""What the ranks must agree on before the first step, and in the header of every step; pure checks on what came.
+
+Every check looks at the same messages in the same order on every rank, so all ranks go on or all raise the same error.
+"""
 
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -52,6 +55,35 @@ def plan_digest(spec: str, routes: Sequence[str]) -> int:
     return zlib.crc32(f"{spec} {','.join(routes)}".encode())
 
 
+def replica_digests(parameters: Iterable[Tensor]) -> Tensor:
+    """64 bits of each parameter's content: uint8 ``[8 * parameters]``."""
+    contents = (p.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for p in parameters)
+    digests = b"".join(hashlib.blake2b(content.tobytes(), digest_size=8).digest() for content in contents)
+    return torch.frombuffer(bytearray(digests), dtype=torch.uint8)
+
+
+def check_replicas(digests: Sequence[Tensor], headers: Sequence[Header], names: Sequence[str]) -> None:
+    """All ranks that take part must hold the same bits.
+
+    Args:
+        digests: by rank, as :func:`replica_digests` makes them.
+        headers: by rank; one that has no more batches has stopped following.
+        names: of the parameters.
+
+    Raises:
+        MismatchError: they do not; the message names the rank and its first parameter that differs.
+    """
+    present = [rank for rank, header in enumerate(headers) if header.status is Status.OK]
+    for rank in present[1:]:
+        wrong = (digests[rank] != digests[present[0]]).view(-1, 8).any(1).nonzero()
+        if wrong.numel():
+            raise MismatchError(
+                f"rank {rank}, step {headers[rank].step}, parameter {names[int(wrong[0])]!r}: holds other bits than on "
+                f"rank {present[0]}, and so do {wrong.numel() - 1} more; the replicas have drifted apart. Did a rank "
+                "step its optimizer on other gradients, load another checkpoint, or compute on other hardware?"
+            )
+
+
 def check_headers(headers: Sequence[Header], names: Sequence[str]) -> None:
     """All ranks must be at the same step of the same plan, and able to take part.
 
@@ -71,7 +103,7 @@ def check_headers(headers: Sequence[Header], names: Sequence[str]) -> None:
         if header.digest != headers[0].digest:
             raise MismatchError(f"rank {rank} and rank 0 follow different plans at step {header.step}")
     for rank, header in enumerate(headers):
-        if header.status is not Status.OK:
+        if header.status not in {Status.OK, Status.DONE}:
             name = "" if header.parameter == NO_PARAMETER else names[header.parameter]
             _refuse(rank, header, name)
 
@@ -81,7 +113,7 @@ def _refuse(rank: int, header: Header, name: str) -> NoReturn:
     if header.status is Status.NON_FINITE:
         raise PeerNonFiniteError(
             f"{where}: NaN or Inf in the gradient or its factors; no rank has applied this step. Look for a diverging "
-            "loss, a bad sample or an overflow in reduced precision"
+            "loss, a bad sample or an overflow in reduced precision (with a GradScaler: instrument(..., scaler=...))"
         )
     if header.status is Status.EMPTY_BATCH:
         raise EmptyBatchError(

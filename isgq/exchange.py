@@ -5,7 +5,9 @@ this door: ``sent`` grows by this rank's message once (a ring or a tree may forw
 what arrives from the other ranks. Padding and length exchanges count.
 """
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Generic, Protocol, TypeVar
@@ -19,6 +21,7 @@ from isgq.core.errors import ExchangeError
 _T = TypeVar("_T")
 _COUNTING = threading.Lock()  # a server uses its channels from several threads
 _LONGEST = 1 << 32  # bytes of a message, as in its header
+_ROLL_CALL = 0.8  # seconds in which ranks whose collective failed find out which others are there
 
 
 class Pending(Generic[_T]):
@@ -76,8 +79,8 @@ class Exchange(Protocol):
         """Mean over ranks of equal-shaped tensors; may overwrite x."""
         ...
 
-    def broadcast(self, x: Tensor) -> Pending[Tensor]:
-        """Rank 0's x, written into every rank's contiguous x."""
+    def broadcast(self, x: Tensor, source: int = 0) -> Pending[Tensor]:
+        """The x of rank ``source``, written into every rank's x."""
         ...
 
 
@@ -112,7 +115,7 @@ class Loopback:
         self.sent += x.numel() * x.element_size()
         return Pending(lambda: x)
 
-    def broadcast(self, x: Tensor) -> Pending[Tensor]:
+    def broadcast(self, x: Tensor, source: int = 0) -> Pending[Tensor]:
         """The tensor itself."""
         return Pending(lambda: x)
 
@@ -201,14 +204,14 @@ class TorchExchange:
         work = self._start(lambda: dist.all_reduce(buffer, group=self._group, async_op=True))
         return Pending(lambda: self._finish(work, lambda: buffer.to(x.device)))
 
-    def broadcast(self, x: Tensor) -> Pending[Tensor]:
+    def broadcast(self, x: Tensor, source: int = 0) -> Pending[Tensor]:
         """See :class:`Exchange`."""
         size = x.numel() * x.element_size()
-        self.sent += size if self.rank == 0 else 0
-        self.received += size if self.rank else 0
+        self.sent += size if self.rank == source else 0
+        self.received += size if self.rank != source else 0
         buffer = x.detach().contiguous().to(self._device)  # gloo is silently wrong on strided tensors
-        source = dist.get_global_rank(self._group, 0) if self._group is not None else 0
-        work = self._start(lambda: dist.broadcast(buffer, source, group=self._group, async_op=True))
+        root = dist.get_global_rank(self._group, source) if self._group is not None else source
+        work = self._start(lambda: dist.broadcast(buffer, root, group=self._group, async_op=True))
 
         def write() -> Tensor:
             if buffer is not x:
@@ -232,10 +235,36 @@ class TorchExchange:
         return result()
 
     def _failure(self, error: RuntimeError) -> ExchangeError:
+        absent = self._roll_call()
+        who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}" if absent else "some rank"
         return ExchangeError(
-            f"rank {self.rank} of {self.world_size}: a collective failed; some rank is dead, stuck or did not take "
-            f"part in this step within the group's timeout ({error})"
+            f"rank {self.rank} of {self.world_size}: a collective failed; {who} is dead, stuck or did not take part in "
+            f"this step within the group's timeout ({error})"
         )
+
+    def _roll_call(self) -> list[int]:
+        """Which ranks do not say, as this one does, that a collective failed; none where the store is gone, too."""
+        missing = set(range(self.world_size))
+        found: list[int] = []
+
+        def ask() -> None:
+            group = self._group if self._group is not None else dist.group.WORLD
+            assert group is not None
+            store, deadline = group.get_group_store(), time.monotonic() + _ROLL_CALL
+            store.set(f"isgq/failed/{self.rank}", "1")
+            while missing and time.monotonic() < deadline:
+                missing.difference_update([rank for rank in missing if store.check([f"isgq/failed/{rank}"])])
+                time.sleep(_ROLL_CALL / 20)
+            found.extend(sorted(missing))
+
+        def ask_quietly() -> None:
+            with contextlib.suppress(RuntimeError):  # the store has gone with the rank that kept it
+                ask()
+
+        asking = threading.Thread(target=ask_quietly, daemon=True)  # a store behind a broken link may never answer
+        asking.start()
+        asking.join(2 * _ROLL_CALL)
+        return found
 
 
 def _timeout(group: dist.ProcessGroup | None) -> timedelta:

@@ -22,10 +22,10 @@ from isgq.core.payload import Factors
 from isgq.costs import DENSE, Estimate, ddp_seconds, explain, step_seconds
 from isgq.exchange import Loopback
 from isgq.instrumented import check_free
+from isgq.instrumenting import instrument
 from isgq.layers.capture import Capture, Unit, find_units
 from isgq.probe import items_of, timed
 from isgq.routing import Decision, decide_automatically, look, measure_chosen
-from isgq.session import instrument
 from isgq.windows import Window
 from isgq.wire.format import FRAME_BYTES
 from isgq.wire.header import header_size

@@ -4,14 +4,22 @@ Routes: ``factors`` (quantized factors, all-gathered), ``direct`` (the compresse
 (the gradient itself, all-reduced).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 Route = Literal["factors", "direct", "dense"]
 RoutePolicy = Literal["auto", "factors", "dense"]
-REFUSED, UNSEEN = -1, 0
-"""In place of a measured size: factors do not reproduce the gradient here; no gradient here in this step."""
+PAIRLESS, REFUSED, UNSEEN = -2, -1, 0
+"""In place of a measured size: a gradient without captured factors; factors that do not make it up; no gradient."""
+NO_PAIR = (
+    "a gradient came without captured factors: its weight is used without calling its module (as MultiheadAttention "
+    "does), or by code that was compiled before instrument()"
+)
+NO_PRODUCT = (
+    "the captured factors do not make up the gradient: its weight is used outside its module, too, or has a hook, or "
+    "its module's output has one"
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,7 @@ class Line:
         factor_bytes: largest measured record of any rank, weight and bias together; 0 where nothing was measured.
         dense_bytes: size of the gradient, weight and riding bias together.
         codec: what compresses it, where a session chooses among several.
+        expected: whether a user would expect this route; otherwise it is reported.
     """
 
     name: str
@@ -33,6 +42,7 @@ class Line:
     factor_bytes: int
     dense_bytes: int
     codec: str = ""
+    expected: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,11 +60,17 @@ class Plan:
         for line in self.lines:
             measured = f"{line.factor_bytes:,}" if line.factor_bytes else "-"
             rows.append((line.name, line.codec or line.route, measured, f"{line.dense_bytes:,}", line.reason))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        return "\n".join(
-            f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}"
-            for row in rows
-        )
+        return table(rows, numbers=(2, 3))
+
+
+def table(rows: Sequence[Sequence[str]], numbers: Collection[int]) -> str:
+    """Aligned columns; those of these numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if i in numbers else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def decide(line: Line, sizes: Sequence[int], policy: RoutePolicy) -> Line:
@@ -62,13 +78,19 @@ def decide(line: Line, sizes: Sequence[int], policy: RoutePolicy) -> Line:
 
     Args:
         line: the candidate, with its dense size.
-        sizes: per rank, measured message bytes, or REFUSED, or UNSEEN.
+        sizes: per rank, measured message bytes, or PAIRLESS, REFUSED or UNSEEN.
         policy: ``auto`` takes factors where they are fewer bytes; ``factors`` wherever they reproduce the gradient.
     """
     most = max(sizes)
-    if REFUSED in sizes:
-        reason = f"rank {sizes.index(REFUSED)}: the captured pairs do not make up the gradient"
-        return replace(line, route="dense", reason=reason, factor_bytes=max(most, 0))
+    for refusal, reason in ((PAIRLESS, NO_PAIR), (REFUSED, NO_PRODUCT)):
+        if refusal in sizes:
+            return replace(
+                line,
+                route="dense",
+                reason=f"rank {sizes.index(refusal)}: {reason}",
+                factor_bytes=max(most, 0),
+                expected=False,
+            )
     if most == UNSEEN:
         return replace(line, route="dense", reason="no gradient yet", factor_bytes=0)
     if policy == "factors":
@@ -76,3 +98,20 @@ def decide(line: Line, sizes: Sequence[int], policy: RoutePolicy) -> Line:
     fewer = most < line.dense_bytes
     reason = f"{line.dense_bytes / most:.1f} x fewer bytes" if fewer else f"factors cost {most:,} bytes"
     return replace(line, route="factors" if fewer else "dense", reason=reason, factor_bytes=most)
+
+
+def report_plan(plan: Plan, log: Callable[[str], None] | None, say: Callable[[str], None]) -> None:
+    """Tell the user what travels without factors.
+
+    Args:
+        plan: the plan.
+        log: told of every such parameter, if the user wants to know.
+        say: told in one sentence of those that a user would not expect.
+    """
+    dense = [line for line in plan.lines if line.route != "factors"]
+    if log is not None:
+        for line in dense:
+            log(f"isgq: {line.name} travels densely: {line.reason}")
+    surprises = [f"{line.name} ({line.reason})" for line in dense if not line.expected]
+    if surprises:
+        say(f"weights that travel without factors; isgq.doctor tells more, skip= accepts it: {'; '.join(surprises)}")

@@ -17,17 +17,18 @@ from torch import Tensor
 from isgq.core.codec import Codec, PairCodec, PlansTogether, pair_digests
 from isgq.core.errors import CodecError, NonFiniteError
 from isgq.core.extremes import check_finite
-from isgq.core.keys import Key
+from isgq.core.keys import Key, uniform
 from isgq.core.payload import Factors, LowRank, PairPayload, Payload
 from isgq.layers.capture import Unit, merge
-from isgq.planner import REFUSED, UNSEEN
+from isgq.planner import NO_PAIR, NO_PRODUCT, PAIRLESS, REFUSED, UNSEEN
 from isgq.windows import Window
 
 Record = Payload | PairPayload
 _PLAIN = "exact"  # codec name of a record that holds a plain gradient
-_CHECK_EVERY = 64  # steps between two checks that the pairs still make up the gradient; each costs one contraction
-# How far the captured pairs' product may be from autograd's gradient, relative, before they are not trusted.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+# How far the captured pairs' product may be from autograd's gradient before they are not trusted: relative to its norm
+# in half precision and where float32 may be TensorFloat-32, and else in roundings of its terms.
+_HALF, _TENSOR_FLOAT, _ROUNDINGS = 5e-2, 1e-3, 64
+_TINY = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +157,18 @@ class FactorCarrier:
         unit: whose gradient.
         windows: every parameter's window by name.
         server: see :class:`Carrier`.
+        say: told, by name, of gradients whose pairs are missing or wrong.
     """
 
     codec: PairCodec
     unit: Unit
     windows: Mapping[str, Window]
     server: int = 0
+    say: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
         self.name, self.names = self.unit.name, names_of(self.unit)
         self.rows: Sequence[Rows] = [Rows.whole(name, self.windows[name].parameter.shape) for name in self.names]
-        self._trusted = True
         self._planner = self.codec if isinstance(self.codec, PlansTogether) else None
 
     def _flat(self, gradients: Mapping[str, Tensor]) -> Tensor:
@@ -175,11 +177,12 @@ class FactorCarrier:
 
     def encode(self, gradients: Mapping[str, Tensor], key: Key) -> Record | Unfinished:
         """See :class:`Carrier`."""
-        factors = self._trusted_factors(gradients, key.step)
-        if factors is not None:
+        factors = self._trusted_factors(gradients, key)
+        if isinstance(factors, Factors):
             return self._begin(factors, key)
         flat = self._flat(gradients)
         check_finite(flat, f"the gradient of {self.name!r}")
+        self.say(f"{self.name} travels whole wherever this happens: {factors}")
         return Payload(_PLAIN, tuple(flat.shape), flat.dtype, {}, {"values": flat})
 
     def _begin(self, factors: Factors, key: Key) -> Record | Unfinished:
@@ -188,29 +191,49 @@ class FactorCarrier:
         prepared = self._planner.prepare(factors, self.unit.contract, key)
         return prepared if isinstance(prepared, PairPayload) else Unfinished(self._planner, prepared)
 
-    def _trusted_factors(self, gradients: Mapping[str, Tensor], step: int) -> Factors | None:
-        """All of this step's pairs as one, or None where the gradient itself must travel."""
+    def _trusted_factors(self, gradients: Mapping[str, Tensor], key: Key) -> Factors | str:
+        """All of this step's pairs as one, unscaled; or why the gradient itself must travel."""
         windows = [self.windows[name] for name in self.names]
-        pairs, arrivals = windows[0].pairs, windows[0].arrivals
-        if not self._trusted or not pairs or any(w.edited or w.arrivals != arrivals for w in windows):
-            return None
+        if any(w.edited or w.arrivals != windows[0].arrivals for w in windows):
+            return "its gradient was changed, or broke off, between two backward passes of one step"
+        if not windows[0].pairs:
+            return NO_PAIR
         try:
-            factors = merge(pairs)
-        except CodecError:  # a convolution called at several image sizes
-            return None
-        if arrivals > 1 and not self._reproduces(factors, gradients):
-            return None  # changed behind autograd's back between two backward passes, by way of p.grad.data
-        if step % _CHECK_EVERY == 0 and not self._reproduces(factors, gradients):
-            self._trusted = False
-            return None
-        return factors
+            factors = windows[0].unscaled(merge(windows[0].pairs))
+        except CodecError as error:
+            return str(error)
+        return factors if self._accounts_for(factors, gradients, key) else NO_PRODUCT
 
-    def _reproduces(self, factors: Factors, gradients: Mapping[str, Tensor]) -> bool:
-        """Whether the factors make up autograd's gradient, or autograd's gradient holds NaN or Inf."""
-        local, product = self._flat(gradients), self.unit.flat_gradient(factors)
-        tolerance = _TOLERANCE.get(factors.d.dtype, 1e-3)
-        error, size = torch.linalg.vector_norm(product - local), torch.linalg.vector_norm(local)
-        return bool(error <= tolerance * size + 1e-30) or not bool(torch.isfinite(size))
+    def _accounts_for(self, factors: Factors, gradients: Mapping[str, Tensor], key: Key) -> bool:
+        """Whether the factors make up autograd's gradient, as far as a random mix of outputs tells; see Unit.mixed."""
+        weight, size = gradients[self.name], torch.linalg.vector_norm(self._flat(gradients))
+        random = key.child("check")
+        mix = uniform(random.digest, "mix", (weight.shape[self.unit.adapter.outputs],), weight.device) * math.sqrt(12)
+        made, given = self.unit.mixed(factors, weight, mix)
+        gap = torch.linalg.vector_norm(made - given)
+        for name in self.names[1:]:
+            bias = self.unit.adapter.bias_grad(self.unit.module, factors.d)
+            gap = gap.maximum(torch.linalg.vector_norm(bias - gradients[name]))
+        return bool(gap <= self._slack(factors, size))
+
+    def _slack(self, factors: Factors, size: Tensor) -> Tensor:
+        """How far the factors' product may be from autograd's gradient of that norm: some roundings of its terms.
+
+        Terms that cancel are rounded all the same; and a small penalty on the weight is too much.
+        """
+        dtype = self.windows[self.name].pairs[0].d.dtype  # of autograd's product; these factors may be unscaled
+        if dtype in {torch.float16, torch.bfloat16}:
+            return _HALF * size
+        x = factors.x if factors.x.is_floating_point() else torch.ones_like(factors.x, dtype=factors.d.dtype)
+        terms = torch.linalg.vector_norm(x) * torch.linalg.vector_norm(factors.d)
+        coarse = _TENSOR_FLOAT if dtype == torch.float32 and size.device.type != "cpu" else 0.0
+        slack: Tensor = coarse * size + _ROUNDINGS * torch.finfo(dtype).eps * terms + _TINY
+        return slack
+
+    def gap(self, factors: Factors, gradients: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """How far the factors' product is from autograd's gradient, and the gradient's norm; one contraction."""
+        local = self._flat(gradients)
+        return torch.linalg.vector_norm(self.unit.flat_gradient(factors) - local), torch.linalg.vector_norm(local)
 
     def decode(self, record: Record) -> Factors | LowRank | Tensor:
         """Factors, or the plain gradient as one flat vector; at least float32, on the weight's device.
@@ -260,15 +283,16 @@ class FactorCarrier:
         return _sum([*gradients, *(part for part in parts if isinstance(part, Tensor))]) / world_size
 
     def candidate(self, gradients: Mapping[str, Tensor], key: Key) -> Record | Unfinished | int:
-        """This rank's record of its pairs; REFUSED where they do not make up autograd's gradient, or UNSEEN."""
+        """This rank's record of its pairs; UNSEEN without a gradient, or why there is no record of it."""
         window = self.windows[self.name]
         if not any(self.windows[name].touched for name in self.names):
             return UNSEEN
         if not window.pairs:
-            return REFUSED
+            return PAIRLESS
         try:
-            factors = merge(window.pairs)
-            if not self._reproduces(factors, gradients):
+            factors = window.unscaled(merge(window.pairs))
+            gap, size = self.gap(factors, gradients)
+            if gap > self._slack(factors, size):
                 return REFUSED
             return self._begin(factors, key)
         except NonFiniteError:

@@ -16,7 +16,7 @@ from isgq.core.codec import Codec, PairCodec
 from isgq.core.keys import Key
 from isgq.costs import DENSE, Estimate, choose, explain
 from isgq.exchange import Exchange
-from isgq.layers.capture import Unit
+from isgq.layers.capture import SKIPPED, Unit
 from isgq.planner import Line, Plan, Route, RoutePolicy, decide
 from isgq.probe import Item, energies, estimates, items_of, probe
 from isgq.records import Carrier, DirectCarrier, FactorCarrier, Rows, finish, names_of
@@ -57,14 +57,27 @@ def plan_together(
         windows: see :func:`make_plan`.
         reasons: see :func:`make_plan`.
         policy: see :func:`make_plan`.
+
+    Raises:
+        PeerError: some rank cannot measure; the same error on every rank.
     """
     if choice.auto is not None:
         return plan_automatically(exchange, step, units, choice.auto, windows, reasons)
-    sizes = measure(units, choice.pair, windows, lambda name: step.key(name, exchange.rank))
+    sizes, outgoing, name = torch.empty(0, dtype=torch.int64), Outgoing(), ""
+
+    def key(of: str) -> Key:
+        nonlocal name
+        name = of
+        return step.key(of, exchange.rank)
+
+    try:
+        sizes = measure(units, choice.pair, windows, key)
+    except Exception as error:  # the other ranks must hear of it
+        outgoing = Outgoing(status=Status.FAILED, parameter=step.position(name), error=error)
     shared = sizes[None]
     if units:
+        Gather(exchange).agree(step, outgoing)  # are all ranks here to plan?
         length = sizes.numel() * sizes.element_size()
-        Gather(exchange).agree(step, Outgoing())  # are all ranks here to plan?
         gathered = exchange.all_gather(sizes.view(torch.uint8), [length] * exchange.world_size).wait()
         shared = torch.stack([each.clone().view(torch.int64) for each in gathered])
     return make_plan(units, shared, windows, reasons, policy, direct=choice.direct is not None)
@@ -91,7 +104,8 @@ def make_plan(
 
     def dense(names: Sequence[str], reason: str) -> Line:
         size = sum(windows[n].parameter.numel() * windows[n].parameter.element_size() for n in names)
-        return Line(names[0], "dense", reason, 0, size)
+        surprise = windows[names[0]].parameter.dim() > 1 and reasons.get(names[0], SKIPPED) != SKIPPED
+        return Line(names[0], "dense", reason, 0, size, expected=not surprise)
 
     lines = {unit.name: decide(dense(names_of(unit), ""), sizes[:, i].tolist(), policy) for i, unit in enumerate(units)}
     riding = {unit.bias_name for unit in units}
@@ -206,7 +220,12 @@ def plan_automatically(
 
 
 def make_carriers(
-    plan: Plan, units: Sequence[Unit], choice: Choice, windows: Mapping[str, Window], servers: int
+    plan: Plan,
+    units: Sequence[Unit],
+    choice: Choice,
+    windows: Mapping[str, Window],
+    servers: int,
+    say: Callable[[str], None],
 ) -> list[Carrier]:
     """One carrier per factored unit, then those of what a direct codec compresses.
 
@@ -216,6 +235,7 @@ def make_carriers(
         choice: the codecs.
         windows: of all trainable parameters, in their order.
         servers: how many ranks, from 0, share the averaging; see :mod:`isgq.sharding`.
+        say: see :class:`isgq.records.FactorCarrier`.
     """
     if choice.auto is not None:
         ways, items = choice.auto.ways, {item.name: item for item in items_of(units, windows, {})}
@@ -229,7 +249,7 @@ def make_carriers(
     loads = [0] * servers
     if codec is not None:
         for unit, size, server in zip(factored, sizes, chosen, strict=True):
-            carriers.append(FactorCarrier(codec, unit, windows, server))
+            carriers.append(FactorCarrier(codec, unit, windows, server, say))
             loads[server] += size
     if direct is not None:
         carried = {name for carrier in carriers for name in carrier.names}

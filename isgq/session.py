@@ -1,4 +1,4 @@
-"""instrument() and Session: the one place that knows the whole road.
+"""Session: the one place that knows the whole road.
 
     capture -> quantize -> encode -> exchange -> decode -> reconstruct -> p.grad
 
@@ -8,7 +8,7 @@ rank holds the same bits. Parameters on the dense route share one all-reduce.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Self, get_args
@@ -17,84 +17,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from isgq.aggregate import AggregateName, Gather, Outgoing, Step, aggregation, once, replies_of
-from isgq.agreement import check_introductions, introduce, plan_digest
+from isgq.aggregate import Gather, Outgoing, Step, aggregation, once, replies_of
+from isgq.agreement import check_introductions, check_replicas, introduce, plan_digest, replica_digests
 from isgq.asynchronous import SERVER, Server, Service, Worker, check_bound
 from isgq.auto import Sizes
 from isgq.backward import BackwardWatch
 from isgq.bandwidth import Messages
-from isgq.choice import Choice, Scope, check_option, choose, predicate
-from isgq.codecs.roles import MemoryPolicy
-from isgq.core.errors import InstrumentError, MismatchError, NonFiniteError
+from isgq.choice import Choice, check_option
+from isgq.core.errors import InstrumentError, MismatchError, NonFiniteError, OptionError, PeerNonFiniteError
 from isgq.core.extremes import check_finite
 from isgq.core.payload import Factors
-from isgq.core.registry import AnyCodec
 from isgq.exchange import Channel, Exchange, Loopback, TorchExchange
-from isgq.instrumented import check_free, occupy, release
+from isgq.instrumented import check_free, check_frozen, occupy, release
 from isgq.layers.capture import Capture, Unit, find_units
-from isgq.planner import Line, Plan, RoutePolicy
+from isgq.planner import Line, Plan, RoutePolicy, report_plan
 from isgq.records import Carrier, DirectCarrier
 from isgq.resume import ResizePolicy, pick, resized
 from isgq.rounds import Rounds
 from isgq.routing import make_carriers, plan_together
+from isgq.scaling import LossScale
 from isgq.traffic import Traffic
 from isgq.windows import Contributions, Window, captured_size, flat_gradients
-from isgq.wire.header import NEW_PLAN, Status
-
-
-def instrument(
-    model: nn.Module,
-    codec: str | AnyCodec = "isgq",
-    *,
-    dense: str | AnyCodec | None = None,
-    scope: Scope = "tensor",
-    aggregate: AggregateName = "gather",
-    down: str | AnyCodec | None = None,
-    memory: MemoryPolicy = "both",
-    max_staleness: int | None = None,
-    exchange: Exchange | None = None,
-    skip: str | Collection[str] | Callable[[str], bool] = (),
-    routes: RoutePolicy = "auto",
-    sync: Literal["backward", "manual"] = "backward",
-    seed: int = 0,
-    log: Callable[[str], None] | None = None,
-) -> "Session":
-    """Synchronise the model's gradients over all ranks with quantized factors. A collective call.
-
-    Args:
-        model: the model; stays as it is (no wrapper, no attribute), all ranks get rank 0's parameters and buffers.
-        codec: what compresses the factors, e.g. ``"dithered:levels=1,bucket=row"``. A codec that is made for gradients
-            (``"error_feedback(top_k:k=0.01)"``) is used as ``dense`` instead, without factors; ``"dense"`` sends plain
-            gradients; ``"subspace"`` makes the mean in rounds of two passes, with a memory of its own;
-            ``"auto:link=100Mbit/s+1ms"`` chooses for each gradient, see :mod:`isgq.auto`.
-        dense: direct codec for the parameters without factors; None all-reduces their plain gradients.
-        scope: whether ``dense`` compresses each tensor by itself or the whole model as one vector.
-        aggregate: ``"gather"``: every rank gets all messages; ``"two_pass"`` (DoubleSqueeze): every rank averages a
-            shard and compresses it again; ``"server"``: rank 0 averages all and compresses it again; ``"async"``: rank
-            0 does nothing but :meth:`Session.serve` the others as they come.
-        down: direct codec of the averages in two passes; None sends them as they are.
-        memory: in two passes, who remembers what a biased codec leaves out: ``"both"`` workers and servers,
-            ``"worker"`` alone, ``"none"``. With ``"gather"`` write ``error_feedback(...)``.
-        max_staleness: with ``"async"``, after how many updates a gradient is too old; fast workers wait for slow ones
-            instead. None for no bound.
-        exchange: the transport; by default torch.distributed if it is initialised, else a loopback.
-        skip: parameters that shall travel densely: a regular expression, a collection of names or a predicate.
-        routes: ``"auto"`` sends factors where they are fewer bytes, ``"factors"`` wherever there are any, ``"dense"``
-            nowhere.
-        sync: ``"backward"`` synchronises when backward ends, as DistributedDataParallel; ``"manual"`` leaves it to
-            :meth:`Session.synchronize`.
-        seed: of all randomness; the same on every rank.
-        log: where the one report of parameters without factors goes; by default ``warnings.warn`` for those that a
-            user would not expect.
-
-    Raises:
-        InstrumentError: the model is instrumented already, wrapped, or has no trainable parameter.
-        OptionError: unknown codec or option.
-        MismatchError: the ranks disagree on model, codec, seed or version.
-        ExchangeError: a rank is missing.
-    """
-    choice = choose(codec, dense, scope, aggregate, down, memory, max_staleness)
-    return Session(model, choice, exchange, predicate(skip), routes, sync, seed, log)
+from isgq.wire.header import NEW_PLAN, Header, Status
 
 
 class Session:
@@ -115,14 +59,21 @@ class Session:
         routes: RoutePolicy,
         sync: Literal["backward", "manual"],
         seed: int,
+        scale: LossScale,
+        check_replicas: int,
         log: Callable[[str], None] | None,
     ) -> None:
         check_free(model)
         check_option("routes", routes, ("auto", "dense") if choice.auto else get_args(RoutePolicy))
         check_option("sync", sync, ("backward", "manual"))
+        if check_replicas < 0:
+            raise OptionError(f"check_replicas={check_replicas} must be a number of steps, or 0 for never")
+        if choice.aggregate == "async" and (check_replicas or scale.scales):
+            raise OptionError("scaler= and check_replicas= are for ranks in step: not for aggregate='async'")
         self._choice = choice
         self._policy: RoutePolicy = routes if choice.pair is not None or choice.auto is not None else "dense"
         self._sync, self._seed, self._log = sync, seed, log
+        self._model, self._scale, self._check_every = model, scale, check_replicas
         self._say = once(log or warnings.warn)
         self._exchange = exchange or (TorchExchange() if dist.is_initialized() else Loopback())
         self._carriers: list[Carrier] = []
@@ -134,13 +85,14 @@ class Session:
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._units, self._reasons = ([], {}) if self._policy == "dense" else find_units(model, skip)
         self._windows = {name: Window(name, p) for name, p in self._parameters.items()}
-        self._agree(model)
+        self._agree()
         self._channels: Mapping[int, Channel] = {}
         if choice.aggregate == "async":
             check_bound(choice.max_staleness, self._exchange.world_size - 1)
             self._channels = self._exchange.star()
         self._aggregate = self._make_aggregate()
         self._local_only = False
+        self._present = [True] * self._exchange.world_size  # which ranks had a batch in the last step
         self._backward = BackwardWatch(model, self._windows.values(), self._backward_ended)
         self._capture = Capture(self._units, self._caught, self._backward.forward_begins)
         self._modules = occupy(model)
@@ -162,15 +114,19 @@ class Session:
 
     # ---- agreement before the first step
 
-    def _agree(self, model: nn.Module) -> None:
+    def _agree(self) -> None:
         settings = {**self._choice.settings, "routes": self._policy, "seed": str(self._seed), "sync": self._sync}
-        settings["factored"] = ",".join(unit.name for unit in self._units)
-        check_introductions(self._exchange.all_gather(introduce(model, settings)).wait())
-        with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                self._exchange.broadcast(tensor.detach()).wait()
+        settings |= {"factored": ",".join(unit.name for unit in self._units), "check_replicas": str(self._check_every)}
+        settings["scaler"] = "yes" if self._scale.scales else "no"
+        check_introductions(self._exchange.all_gather(introduce(self._model, settings)).wait())
+        self._copy_from(0)
         self.traffic.setup = self.traffic.sent = self._exchange.sent - self._start_bytes[0]
         self._start_bytes = (self._start_bytes[0], self._exchange.received)
+
+    def _copy_from(self, rank: int) -> None:
+        with torch.no_grad():
+            for tensor in [*self._model.parameters(), *self._model.buffers()]:
+                self._exchange.broadcast(tensor.detach(), rank).wait()
 
     # ---- backward passes
 
@@ -191,6 +147,22 @@ class Session:
         finally:
             self._local_only = previous
 
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks have different numbers of batches, as DistributedDataParallel's join; a collective call.
+
+        A rank that leaves early takes part in the others' steps with a gradient of zero, until none has a batch left.
+        Then all get the parameters and buffers of a rank with most batches. An optimizer's state stays each rank's.
+        """
+        self._present = [True] * self._exchange.world_size
+        yield
+        if self._choice.aggregate == "async":
+            return  # asynchronous workers wait for nobody
+        while self._step_together(Status.DONE):
+            pass
+        if not all(self._present):
+            self._copy_from(self._present.index(True))
+
     # ---- one step
 
     def synchronize(self) -> None:
@@ -206,8 +178,22 @@ class Session:
         """
         if self._backward.closed or self.serves:
             raise InstrumentError("the session is closed" if self._backward.closed else "a server serves, see serve()")
+        self._step_together(Status.OK)
+
+    def _step_together(self, status: Status) -> bool:
+        """A step of this rank, which has a batch (OK) or none any more (DONE); returns whether any rank has one."""  # noqa: DOC501
+        try:
+            return self._try_step(status)
+        except PeerNonFiniteError:
+            if not self._scale.absorbs_overflow(self._windows.values()):
+                raise
+            return True
+
+    def _try_step(self, status: Status) -> bool:
+        scale = self._scale.value
         for window in self._windows.values():
             window.check_edits()
+            window.scale = scale
         planning = self._outdated or not self.plan.lines
         if planning:
             self._make_plan()
@@ -216,20 +202,40 @@ class Session:
         asks = self._choice.auto is not None and self._sizes.asks(captured_size(self._windows))
         step = replace(self._step(), new_plan=asks)
         outgoing = self._refusal() or self._aggregate.encode(step)
+        if outgoing.status is Status.OK:
+            outgoing = replace(outgoing, status=status)
+        headers = []
         try:
             headers = self._aggregate.agree(step, outgoing)
-        except Exception:
-            if planning:  # what a refused step has measured is worth nothing
+        finally:
+            present = [header.status is Status.OK for header in headers]
+            if planning and not any(present):  # what a step that is refused, or nobody's, has measured is worth nothing
                 self.plan, self._carriers = Plan(), []
+        if not any(present):
+            return False
+        self._present = present
+        if self._check_every and self.step % self._check_every == 0:
+            self._compare_replicas(headers)
+        self._apply(step, outgoing, headers)
+        return True
+
+    def _compare_replicas(self, headers: Sequence[Header]) -> None:
+        mine = replica_digests(self._parameters.values())
+        gathered = self._exchange.all_gather(mine, [mine.numel()] * self._exchange.world_size).wait()
+        try:
+            check_replicas(gathered, headers, self._names)
+        except MismatchError:
+            self._aggregate.rollback()
             raise
+
+    def _apply(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> None:
         used = [any(header.used[i] for header in headers) for i in range(len(self._names))]
         dense = [self._windows[n] for n, u in zip(self._names, used, strict=True) if u and self._is_dense(n)]
         reduced = [(group, self._exchange.all_reduce_mean(flat)) for group, flat in flat_gradients(dense)]
         means = self._aggregate.reduce(step, outgoing, headers)
         for group, pending in reduced:
-            for window, part in zip(
-                group, torch.split(pending.wait(), [w.parameter.numel() for w in group]), strict=True
-            ):
+            sizes = [window.parameter.numel() for window in group]
+            for window, part in zip(group, torch.split(pending.wait(), sizes), strict=True):
                 means[window.name] = part
         for name, mean in means.items():
             self._windows[name].close(mean)
@@ -241,7 +247,7 @@ class Session:
         self.step += 1
 
     def _make_carriers(self, servers: int) -> list[Carrier]:
-        return make_carriers(self.plan, self._units, self._choice, self._windows, servers)
+        return make_carriers(self.plan, self._units, self._choice, self._windows, servers, self._say)
 
     def _step(self) -> Step:
         digest = plan_digest(self._choice.spec, [line.codec or line.route for line in self.plan.lines])
@@ -259,7 +265,7 @@ class Session:
             return Outgoing(status=Status.EMPTY_BATCH)
         name = ""
         try:
-            self._check_parameters()
+            check_frozen(self._frozen)
             for name in filter(self._is_dense, self._names):
                 if self._windows[name].touched:
                     check_finite(self._windows[name].contribution(), f"the gradient of {name!r}")
@@ -288,9 +294,8 @@ class Session:
         self.plan = plan_together(*where, self._choice, self._windows, self._reasons, self._policy)
         self._sizes.plan(captured_size(self._windows))
         self._carriers, self._outdated = [], False
-        for line in self.plan.lines:
-            if line.route == "dense" and self._log is not None and self._exchange.rank == 0:
-                self._log(f"isgq: {line.name} travels densely: {line.reason}")
+        if self._exchange.rank == 0:
+            report_plan(self.plan, self._log, self._say)
 
     # ---- an asynchronous server
 
@@ -327,14 +332,6 @@ class Session:
         return server.run(optimizer, on_update, updates)
 
     # ---- state and end
-
-    def _check_parameters(self) -> None:
-        thawed = [p for p in self._frozen if p.requires_grad]
-        if thawed:
-            raise InstrumentError(
-                f"{len(thawed)} frozen parameter(s) became trainable after instrument(), so their gradients would not "
-                "be synchronised: close() the session and instrument the model again"
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: step number, seed, codecs, plan and memories. Plain types and tensors only."""

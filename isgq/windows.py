@@ -27,6 +27,7 @@ class Window:
         arrivals: how often autograd has added a gradient since the last synchronisation.
         edited: whether somebody else changed ``p.grad`` in between.
         filled: whether any of those gradients may come from samples, and not from an empty batch.
+        scale: of the loss; ``p.grad`` and the captured pairs have it, contributions and means have not.
         pairs: factors captured by completed backward passes of this window.
         pending: factors captured by the backward pass that is running.
     """
@@ -37,6 +38,7 @@ class Window:
     arrivals: int = 0
     edited: bool = False
     filled: bool = False
+    scale: float = 1.0
     pairs: list[Factors] = field(default_factory=list)
     pending: list[Factors] = field(default_factory=list)
     _arrived: bool = False
@@ -109,17 +111,27 @@ class Window:
         self._arrived = False
 
     def contribution(self) -> Tensor:
-        """This rank's gradient of the window: what autograd added to ``p.grad``; zeros if nothing."""
+        """This rank's gradient of the window, unscaled: what autograd added to ``p.grad``; zeros if nothing."""
         grad = self.parameter.grad
         if not self.touched or grad is None:
             return self.parameter.detach().new_zeros(self.parameter.shape)
-        return grad.detach() if self.before is None else grad.detach() - self.before
+        added = grad.detach() if self.before is None else grad.detach() - self.before
+        return added if self.scale == 1 else added / self.scale
+
+    def unscaled(self, pair: Factors) -> Factors:
+        """A captured pair without the loss scale, in float32 where half precision could not hold it."""
+        if self.scale == 1:
+            return pair
+        dtype = torch.promote_types(pair.d.dtype, torch.float32)
+        x = pair.x.to(dtype) if pair.x.is_floating_point() else pair.x
+        return Factors(x, pair.d.to(dtype) / self.scale)
 
     def close(self, mean: Tensor) -> None:
-        """Put the mean over ranks in the place of this rank's contribution, and start anew."""
+        """Put the mean over ranks, scaled again, in the place of this rank's contribution, and start anew."""
         grad = self.parameter.grad
         before = self.before if self.touched else (grad.detach() if grad is not None else None)
-        result = mean.to(self.parameter.device, self.parameter.dtype).reshape(self.parameter.shape)
+        scaled = mean if self.scale == 1 else mean * self.scale
+        result = scaled.to(self.parameter.device, self.parameter.dtype).reshape(self.parameter.shape)
         result = result if before is None else before + result
         if grad is None:
             self.parameter.grad = result.clone() if result.data_ptr() == mean.data_ptr() else result

@@ -4,6 +4,7 @@ A case builds a model and runs one step of it: forward passes, backward passes, 
 Everything is float64, so that agreement is far below the rounding of float32; inputs differ by step and rank.
 """
 
+import warnings
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -169,12 +170,6 @@ def retained(net: nn.Module, turn: Turn) -> None:
     value.backward()
 
 
-def autocast(net: nn.Module, turn: Turn) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        out = net(turn.batch(6).float())
-    loss(out).backward()
-
-
 def checkpointed(reentrant: bool) -> Case:
     def forward(self: Any, x: Tensor) -> Tensor:
         h = checkpoint(self.inner, self.first(x), use_reentrant=reentrant)
@@ -185,6 +180,82 @@ def checkpointed(reentrant: bool) -> Case:
         fed(6),
         oracle="average" if reentrant else "ddp",  # DDP refuses it beside find_unused_parameters
     )
+
+
+def autocast_to(dtype: torch.dtype) -> Callable[[nn.Module, Turn], None]:
+    def step(net: nn.Module, turn: Turn) -> None:
+        with torch.autocast("cpu", dtype):
+            out = net(turn.batch(6).float())
+        loss(out).backward()
+
+    return step
+
+
+def uncompiled() -> nn.Module:
+    torch.compiler.reset()  # code compiled for the same model without hooks would serve this one, too
+    return mlp()
+
+
+def compiled(net: nn.Module, turn: Turn) -> None:
+    loss(torch.compile(net, backend="eager")(turn.batch(6))).backward()
+
+
+def clipped(net: nn.Module, turn: Turn) -> None:
+    loss(net(turn.batch(6))).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+
+
+def differentiable(net: nn.Module, turn: Turn) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of the cycle between gradients and graph
+        loss(net(turn.batch(6))).backward(create_graph=True)
+    for p in net.parameters():
+        assert p.grad is not None
+        p.grad = p.grad.detach()
+
+
+def residual() -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h += x
+        return self.b(torch.relu_(h))  # type: ignore[no-any-return]
+
+    return Net(forward, a=nn.Linear(6, 6), b=nn.Linear(6, 2))
+
+
+class Adapted(nn.Module):
+    """A low-rank adapter (LoRA) beside a frozen layer: of layers that are called, or of bare parameters."""
+
+    def __init__(self, called: bool) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(6, 5).requires_grad_(False)
+        self.called = called
+        if called:
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(6, 2, bias=False)})
+            self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 5, bias=False)})
+        else:
+            self.lora_A, self.lora_B = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(5, 2))  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.called:
+            change = self.lora_B["default"](self.lora_A["default"](x))
+        else:
+            change = F.linear(x, self.lora_B @ self.lora_A)  # type: ignore[operator]
+        return self.base_layer(x) + 2.0 * change  # type: ignore[no-any-return]
+
+
+def late(forward: Callable[[Any, Tensor], Tensor]) -> Case:
+    """Another way to use the layer, from the second step on."""
+
+    def step(net: nn.Module, turn: Turn) -> None:
+        loss(net(turn.batch(6), forward if turn.step else None)).backward()
+
+    return Case(lambda: Net(lambda self, x, other: other(self, x) if other else self.a(x), a=nn.Linear(6, 4)), step)
+
+
+def halved_weight(self: Any, x: Tensor) -> Tensor:
+    handle = self.a.weight.register_hook(lambda grad: handle.remove() or grad * 0.5)
+    return self.a(x)  # type: ignore[no-any-return]
 
 
 def tied() -> nn.Module:
@@ -348,7 +419,18 @@ USES = {
     "no_grad forward": Case(mlp, look_first),
     "checkpoint": checkpointed(reentrant=False),
     "reentrant checkpoint": checkpointed(reentrant=True),
-    "autocast": Case(lambda: mlp().float(), autocast, tolerance=2e-2),
+    "autocast": Case(lambda: mlp().float(), autocast_to(torch.bfloat16), tolerance=2e-2),
+    "autocast float16": Case(lambda: mlp().float(), autocast_to(torch.float16), tolerance=3e-3),
+    "compiled": Case(uncompiled, compiled, oracle="average"),
+    "clipped": Case(mlp, clipped),
+    "create_graph": Case(mlp, differentiable, oracle="average"),
+    "in-place residual": Case(residual, fed(6)),
+    "LoRA of layers": Case(lambda: Adapted(called=True), fed(6)),
+    "LoRA of parameters": Case(lambda: Adapted(called=False), fed(6), dense=["lora_A", "lora_B"]),
+    "late functional": late(lambda self, x: F.linear(x, self.a.weight, self.a.bias)),
+    "late functional, too": late(lambda self, x: self.a(x) + F.linear(x * 2, self.a.weight)),
+    "late penalty": late(lambda self, x: self.a(x) + 0.01 * self.a.weight.square().sum()),
+    "late hook on the weight": late(halved_weight),
     "sum": Case(mlp, lambda net, turn: net(turn.batch(6)).sum().backward()),
     "retain_graph": Case(mlp, retained, oracle="average"),
     "hook on the output": Case(hooked, fed(6), dense=["0.weight"]),

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import isgq
+from isgq import agreement
+from isgq.codecs.dithered import Dithered
 from isgq.core.errors import RankError
 from isgq.exchange import TorchExchange
 from isgq.launch import launch
@@ -74,6 +76,18 @@ def empty(model: nn.Module, rank: int, faulty: bool) -> None:
     model(torch.ones(0 if faulty else 4, 6)).sum().backward()
 
 
+def break_codec(model: nn.Module, rank: int, faulty: bool) -> None:
+    """Not an error that anybody thought of."""
+
+    def burst(*arguments: Any) -> None:
+        raise LookupError("broken")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if faulty:
+            patch.setattr(Dithered, "encode", burst)
+        whole(model, rank)
+
+
 def whole(model: nn.Module, rank: int) -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
     model(x).square().sum().backward()
@@ -110,6 +124,7 @@ REFUSALS = {
         overflow, "PeerNonFiniteError", faulty=0, codec=SUBSPACE, factored=0, options={"aggregate": "server"}
     ),
     "a later round overflows": Refusal(overflow_later, "PeerNonFiniteError", ", parameter '0.weight'", -1, SUBSPACE, 0),
+    "an exception": Refusal(break_codec, "PeerError", ", parameter '0.weight'", -1),
     "the mean overflows": Refusal(overflow, "PeerNonFiniteError", faulty=0, codec=TOP_K, factored=0, options=SERVER),
 }
 
@@ -165,7 +180,23 @@ def disagreements() -> dict[str, str]:
         model[3].requires_grad_(False)
         return model
 
+    def drifted(last_only: bool) -> str:
+        with isgq.instrument(other := make(), CODEC, check_replicas=2):
+            for _ in range(2):
+                whole(other, rank)
+            with torch.no_grad():
+                other[2].bias += float(last and last_only)  # type: ignore[operator]
+            return outcome(lambda: whole(other, rank))
+
+    def of_another_version() -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agreement, "PROTOCOL", agreement.PROTOCOL + int(last))
+            return outcome(lambda: isgq.instrument(make(), CODEC))
+
+    assert drifted(False) == "fine"
     return {
+        "drift": drifted(True),
+        "protocol": of_another_version(),
         "codec": outcome(lambda: isgq.instrument(make(), CODEC if last else "exact")),
         "seed": outcome(lambda: isgq.instrument(make(), CODEC, seed=rank)),
         "model": outcome(lambda: isgq.instrument(make(6 if last else 5), CODEC)),
@@ -234,10 +265,16 @@ def test_ranks_that_disagree_are_refused_alike(reports: list[dict[str, Any]]) ->
         assert said.startswith("MismatchError: rank 1"), (name, said)
 
 
+def test_drifted_replicas_are_told_by_rank_and_parameter(reports: list[dict[str, Any]]) -> None:
+    said = reports[0]["disagreements"]["drift"]
+    assert said.startswith("MismatchError: rank 1, step 2, parameter '2.bias': holds other bits than on rank 0")
+
+
 def test_a_rank_that_skips_a_step_is_missed_in_time(reports: list[dict[str, Any]]) -> None:
     for rank, report in enumerate(reports):
         said, waited = report["absence"]
-        assert said.startswith(f"ExchangeError: rank {rank} of {len(reports)}" if rank != 1 else "absent")
+        missed = f"ExchangeError: rank {rank} of {len(reports)}: a collective failed; rank 1 is dead, stuck or"
+        assert said.startswith(missed if rank != 1 else "absent")
         assert waited < TIMEOUT / 2  # by its own timeout and not by that of the job
 
 
@@ -247,4 +284,4 @@ def test_a_killed_rank_is_missed_in_time(tmp_path: Any, options: dict[str, Any])
     with pytest.raises(RankError, match="rank 1 of 2: killed"):
         launch(die, 2, args=(str(tmp_path), options), timeout=TIMEOUT)
     assert time.monotonic() - start < TIMEOUT + 30
-    assert (tmp_path / "0").read_text().startswith("ExchangeError: rank 0 of 2")
+    assert (tmp_path / "0").read_text().startswith("ExchangeError: rank 0 of 2: a collective failed; rank 1 is dead")

@@ -60,10 +60,10 @@ class Counting:
         self.handed += x.numel() * x.element_size()
         return self.exchange.all_reduce_mean(x)  # type: ignore[no-any-return]
 
-    def broadcast(self, x: Tensor) -> Pending[Tensor]:
+    def broadcast(self, x: Tensor, source: int = 0) -> Pending[Tensor]:
         alone = isinstance(self.exchange, Loopback)
-        self.handed += x.numel() * x.element_size() if self.rank == 0 and not alone else 0
-        return self.exchange.broadcast(x)  # type: ignore[no-any-return]
+        self.handed += x.numel() * x.element_size() if self.rank == source and not alone else 0
+        return self.exchange.broadcast(x, source)  # type: ignore[no-any-return]
 
 
 def batch(step: int, rank: int, rows: int = 4) -> tuple[Tensor, Tensor]:

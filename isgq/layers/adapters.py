@@ -22,7 +22,13 @@ from isgq.core.errors import InstrumentError, OptionError
 
 
 class Adapter(Protocol):
-    """One module type: how its factors look and how they make its gradients. Stateless."""
+    """One module type: how its factors look and how they make its gradients. Stateless.
+
+    Attributes:
+        outputs: the weight's dimension that counts the module's outputs; in d it is always the second.
+    """
+
+    outputs: int
 
     def refusal(self, module: Any) -> str | None:
         """Why this module's weight gradient is not a product of captured factors; None where it is."""
@@ -33,7 +39,10 @@ class Adapter(Protocol):
         ...
 
     def contract(self, module: Any, x: Tensor, d: Tensor) -> Tensor:
-        """The weight's gradient, in the weight's shape and d's dtype; linear in x and in d."""
+        """The weight's gradient, in the weight's shape and d's dtype; linear in x and in d.
+
+        d may have fewer outputs than the module, as many for each group; then so has the result.
+        """
         ...
 
     def bias_grad(self, module: Any, d: Tensor) -> Tensor:
@@ -48,8 +57,9 @@ _ADAPTERS: dict[type[nn.Module], Adapter] = {}
 def register_adapter(*module_types: type[nn.Module]) -> Callable[[_A], _A]:
     """Class decorator: use an instance of the decorated class for modules of exactly these types.
 
-    The class has the four methods of :class:`Adapter`::
+    The class has what :class:`Adapter` has::
 
+        outputs = 0
         def refusal(self, module) -> str | None: ...
         def canonical(self, module, x, d) -> tuple[Tensor, Tensor]: ...
         def contract(self, module, x, d) -> Tensor: ...
@@ -77,6 +87,11 @@ def adapter_for(module: nn.Module) -> Adapter | None:
     return _ADAPTERS.get(type(module))
 
 
+def has_adapter(module_type: type) -> bool:
+    """Whether modules of exactly this type have an adapter."""
+    return module_type in _ADAPTERS
+
+
 def refuse_sparse_gradients(model: nn.Module) -> None:
     """No route carries sparse tensors, so better no session than an error in the first backward pass.
 
@@ -96,6 +111,8 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
 @register_adapter(nn.Linear)
 class LinearAdapter:
     """``y = x W^T + b`` over any leading dimensions, which become rows."""
+
+    outputs = 0
 
     def refusal(self, module: nn.Linear) -> str | None:
         """Always factored."""
@@ -118,6 +135,8 @@ class LinearAdapter:
 class ConvAdapter:
     """Convolutions with any stride, padding, padding mode, dilation and groups."""
 
+    outputs = 0
+
     def refusal(self, module: nn.Conv2d) -> str | None:
         """Always factored."""
         return None
@@ -139,7 +158,7 @@ class ConvAdapter:
         _, grad, _ = torch.ops.aten.convolution_backward(
             d,
             x,
-            module.weight.detach().to(d.dtype),  # only its shape is read
+            module.weight.detach()[: d.shape[1]].to(d.dtype),  # only its shape is read
             None,
             list(module.stride),
             padding,
@@ -160,6 +179,8 @@ class ConvAdapter:
 @register_adapter(nn.Embedding)
 class EmbeddingAdapter:
     """A table lookup: the indices are the first factor, so the gradient's size follows the tokens of the batch."""
+
+    outputs = 1
 
     def refusal(self, module: nn.Embedding) -> str | None:
         """Always factored."""

@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.utils.hooks import RemovableHandle
 
 from isgq.core.errors import CodecError
 from isgq.core.payload import Factors, LowRank
-from isgq.layers.adapters import Adapter, adapter_for
+from isgq.layers.adapters import Adapter, adapter_for, has_adapter
+
+SKIPPED = "skipped by the caller"
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +56,25 @@ class Unit:
         """The weight's gradient; a :data:`isgq.core.payload.Contract`."""
         return self.adapter.contract(self.module, x, d)
 
+    def mixed(self, factors: Factors, gradient: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
+        """The weight's gradient made of the factors, and the one given, both with their outputs mixed.
+
+        Equal for a random mix if the gradients are, and hardly ever otherwise (Freivalds 1977), at the cost of reading
+        factors and gradient once instead of a product.
+
+        Args:
+            factors: one pair.
+            gradient: in the weight's shape.
+            mix: ``[o]``, a random number for each output; a convolution's groups are mixed each by itself.
+        """
+        groups = getattr(self.module, "groups", 1)
+        dtype = torch.promote_types(factors.d.dtype, torch.float32)
+        matrix = torch.eye(groups, device=mix.device).repeat_interleave(mix.numel() // groups, 1) * mix
+        matrix, dimension = matrix.to(factors.d.device, dtype), self.adapter.outputs
+        x = factors.x.to(dtype) if factors.x.is_floating_point() else factors.x
+        d = _mix(factors.d.to(dtype), matrix, 1)
+        return self.contract(x, d), _mix(gradient.to(dtype), matrix, dimension)
+
     def flat_gradient(self, factors: Factors | LowRank) -> Tensor:
         """Weight gradient and bias gradient (if any) as one flat vector."""
         if isinstance(factors, LowRank):
@@ -84,22 +107,45 @@ def find_units(model: nn.Module, skip: Callable[[str], bool]) -> tuple[list[Unit
     reasons: dict[str, str] = {}
     for parameter, name in names.items():
         if skip(name):
-            reasons[name] = "skipped by the caller"
+            reasons[name] = SKIPPED
         elif len(owners[parameter]) > 1:
             reasons[name] = f"tied: used by {len(owners[parameter])} modules"
         else:
             module, attribute = owners[parameter][0]
-            adapter = adapter_for(module)
-            refusal = adapter.refusal(module) if adapter else f"{type(module).__name__} has no adapter"
-            if adapter and attribute == "weight" and not refusal:
+            adapter, reason = adapter_for(module), _obstacle(module, attribute)
+            if adapter is not None and reason is None:
                 bias = module._parameters.get("bias")
                 rides = bias is not None and bias in names and len(owners[bias]) == 1 and not skip(names[bias])
                 units.append(Unit(name, names[bias] if bias is not None and rides else None, module, adapter))
             else:
-                reasons[name] = refusal or "no factors: its weight is frozen or travels densely"
+                reasons[name] = reason or ""
     for unit in units:
         reasons.pop(unit.bias_name or "", None)
     return units, reasons
+
+
+def _obstacle(module: nn.Module, attribute: str) -> str | None:
+    """Why a module's parameter has no factors; None where it has."""
+    adapter, kind = adapter_for(module), type(module).__name__
+    computed = adapter is not None and "weight" not in module._parameters
+    if computed or isinstance(module, ParametrizationList) or is_parametrized(module):
+        return "parametrised: its module's weight is computed (weight_norm, spectral_norm and the like)"
+    if isinstance(module, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
+        return "MultiheadAttention uses its projections without calling them"
+    if adapter is None:
+        bases = [base.__name__ for base in type(module).__mro__ if has_adapter(base)]
+        return f"{kind} has no adapter" + (f", and may compute something else than {bases[0]}" if bases else "")
+    if attribute != "weight":
+        return "no factors: the weight beside it is frozen or travels densely"
+    return adapter.refusal(module)
+
+
+def _mix(x: Tensor, matrix: Tensor, dimension: int) -> Tensor:
+    """The matrix ``[m, n]`` applied to a dimension of size n, which becomes m."""
+    if x.dim() == dimension + 1:
+        return x @ matrix.t()
+    mixed = matrix @ x.flatten(dimension + 1)
+    return mixed.reshape(*mixed.shape[:-1], *x.shape[dimension + 1 :])
 
 
 class Capture:

@@ -32,7 +32,7 @@ def header_size(parameters: int, messages: int = 1) -> int:
 
 
 class Status(enum.IntEnum):
-    """Whether a rank takes part in a step, and if not, why; DONE is for a worker that needs the server no more."""
+    """Whether a rank takes part in a step, and if not, why; DONE: it has no more batches, or needs no server."""
 
     OK = 0
     NON_FINITE = 1

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import isgq
 from isgq.core.errors import InstrumentError
+from isgq.core.keys import uniform
 from isgq.core.payload import Factors
 from isgq.layers import find_units
 from isgq.layers.capture import Capture, Unit
@@ -45,6 +46,21 @@ def test_contract_is_autograds_gradient_and_bilinear(name: str) -> None:
                 unit.contract(3 * pair.x + shifted, pair.d),
                 3 * unit.contract(pair.x, pair.d) + unit.contract(shifted, pair.d),
             )
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_mixed_outputs_agree_with_the_gradient_and_with_no_other(name: str) -> None:
+    _, pairs = caught(name)
+    for unit, pair in pairs:
+        gradient = unit.weight.grad
+        assert gradient is not None
+        mix = uniform(1, "mix", (gradient.shape[unit.adapter.outputs],))
+        torch.testing.assert_close(*unit.mixed(pair, gradient, mix))
+        for place in (0, -1):
+            other = gradient.clone()
+            other[(place,) * other.dim()] += 1.0
+            made, given = unit.mixed(pair, other, mix)
+            assert float((made - given).norm()) > 1e-3
 
 
 @pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])

@@ -1,0 +1,75 @@
+"""instrument(): what a user asks for, and what it means."""
+
+from collections.abc import Callable, Collection
+from typing import Literal
+
+import torch
+from torch import nn
+
+from isgq.aggregate import AggregateName
+from isgq.choice import Scope, choose, predicate
+from isgq.codecs.roles import MemoryPolicy
+from isgq.core.registry import AnyCodec
+from isgq.exchange import Exchange
+from isgq.planner import RoutePolicy
+from isgq.scaling import LossScale
+from isgq.session import Session
+
+
+def instrument(
+    model: nn.Module,
+    codec: str | AnyCodec = "isgq",
+    *,
+    dense: str | AnyCodec | None = None,
+    scope: Scope = "tensor",
+    aggregate: AggregateName = "gather",
+    down: str | AnyCodec | None = None,
+    memory: MemoryPolicy = "both",
+    max_staleness: int | None = None,
+    exchange: Exchange | None = None,
+    skip: str | Collection[str] | Callable[[str], bool] = (),
+    routes: RoutePolicy = "auto",
+    sync: Literal["backward", "manual"] = "backward",
+    seed: int = 0,
+    scaler: torch.amp.GradScaler | None = None,
+    check_replicas: int = 0,
+    log: Callable[[str], None] | None = None,
+) -> Session:
+    """Synchronise the model's gradients over all ranks with quantized factors. A collective call.
+
+    Args:
+        model: the model; stays as it is (no wrapper, no attribute), all ranks get rank 0's parameters and buffers.
+        codec: what compresses the factors, e.g. ``"dithered:levels=1,bucket=row"``. A codec that is made for gradients
+            (``"error_feedback(top_k:k=0.01)"``) is used as ``dense`` instead, without factors; ``"dense"`` sends plain
+            gradients; ``"subspace"`` makes the mean in rounds of two passes, with a memory of its own;
+            ``"auto:link=100Mbit/s+1ms"`` chooses for each gradient, see :mod:`isgq.auto`.
+        dense: direct codec for the parameters without factors; None all-reduces their plain gradients.
+        scope: whether ``dense`` compresses each tensor by itself or the whole model as one vector.
+        aggregate: ``"gather"``: every rank gets all messages; ``"two_pass"`` (DoubleSqueeze): every rank averages a
+            shard and compresses it again; ``"server"``: rank 0 averages all and compresses it again; ``"async"``: rank
+            0 does nothing but :meth:`Session.serve` the others as they come.
+        down: direct codec of the averages in two passes; None sends them as they are.
+        memory: in two passes, who remembers what a biased codec leaves out: ``"both"`` workers and servers,
+            ``"worker"`` alone, ``"none"``. With ``"gather"`` write ``error_feedback(...)``.
+        max_staleness: with ``"async"``, after how many updates a gradient is too old; fast workers wait for slow ones
+            instead. None for no bound.
+        exchange: the transport; by default torch.distributed if it is initialised, else a loopback.
+        skip: parameters that shall travel densely: a regular expression, a collection of names or a predicate.
+        routes: ``"auto"`` sends factors where they are fewer bytes, ``"factors"`` wherever there are any, ``"dense"``
+            nowhere.
+        sync: ``"backward"`` synchronises when backward ends, as DistributedDataParallel; ``"manual"`` leaves it to
+            :meth:`Session.synchronize`.
+        seed: of all randomness; the same on every rank.
+        scaler: the GradScaler that scales the loss, if one does; see :mod:`isgq.scaling`.
+        check_replicas: every so many steps, compare hashes of all parameters between the ranks; 0 never.
+        log: where the one report of parameters without factors goes; by default ``warnings.warn`` for those that a
+            user would not expect.
+
+    Raises:
+        InstrumentError: the model is instrumented already, wrapped, sharded, compiled, or has no trainable parameter.
+        OptionError: unknown codec or option.
+        MismatchError: the ranks disagree on model, codec, seed or version.
+        ExchangeError: a rank is missing.
+    """
+    choice = choose(codec, dense, scope, aggregate, down, memory, max_staleness)
+    return Session(model, choice, exchange, predicate(skip), routes, sync, seed, LossScale(scaler), check_replicas, log)
