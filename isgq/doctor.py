@@ -126,9 +126,7 @@ def doctor(
     check_option("routes", routes, _POLICIES)
     choice = choose(codec, dense, "tensor", "gather", None, "none")
     if choice.auto is not None or choice.subspace is not None:
-        raise OptionError(
-            f"doctor() looks at one codec of factors or gradients, got {codec!r}; isgq.plan() compares them"
-        )
+        raise OptionError(f"doctor() looks at one codec of factors or gradients, not at {codec!r}; see isgq.plan()")
     units, reasons = find_units(model, predicate(skip)) if choice.pair and routes != "dense" else ([], {})
     windows = {name: Window(name, p) for name, p in model.named_parameters() if p.requires_grad}
     gradients, names, exchange = Contributions(windows), list(windows), Loopback()
