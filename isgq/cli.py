@@ -1,5 +1,7 @@
 """The command ``isgq``: ``isgq plan --model lenet --data fashion --batch 32 --workers 8 --link 100Mbit/s+1ms``.
 
+``isgq doctor`` is in :mod:`isgq.doctor`.
+
 Models and data by name are those of the packages ``models`` and ``data`` beside this library's source. Your own model
 is ``--model package.module:factory --input-shape 3,32,32``, where the factory takes no arguments.
 """
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 
 from isgq.auto import DEFAULT_WAYS
 from isgq.core.errors import IsgqError, OptionError
+from isgq.doctor import configure as configure_doctor
+from isgq.doctor import run as run_doctor
 from isgq.forecast import plan
 
 
@@ -30,18 +34,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     sys.path.insert(0, os.getcwd())  # as python -m does
     try:
-        _plan(options)
+        status: int = options.run(options)
     except (ImportError, ValueError, IsgqError) as error:
         print(f"isgq {options.command}: {error}", file=sys.stderr)
         return 2
-    return 0
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="isgq", description="Communication-efficient data-parallel training")
     commands = parser.add_subparsers(dest="command", required=True)
+    words = "tell why each parameter travels as it does, check its factors, predict its bytes"
+    examine = commands.add_parser("doctor", help=words, description=words)
+    configure_doctor(examine)
+    examine.set_defaults(run=run_doctor)
     words = "predict a training step of data-parallel workers, and the best way for each gradient"
-    add = commands.add_parser("plan", help=words, description=words).add_argument
+    predict = commands.add_parser("plan", help=words, description=words)
+    predict.set_defaults(run=_plan)
+    add = predict.add_argument
     add("--model", required=True, help="fc, fc:hidden=300-100, lenet, cifarnet, alexnet, or package.module:factory")
     add("--data", help="mnist5k, fashion, patches, idx:DIR or cifar10:DIR; random numbers if not given")
     add("--input-shape", type=_shape, help="of one random sample, e.g. 3,32,32, or 128 tokens")
@@ -61,7 +71,7 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split(","))
 
 
-def _plan(options: argparse.Namespace) -> None:
+def _plan(options: argparse.Namespace) -> int:
     generator = torch.Generator().manual_seed(0)
     model, draw = _workload(options, generator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -80,6 +90,7 @@ def _plan(options: argparse.Namespace) -> None:
         loss=_loss,
     )
     print(json.dumps(forecast.as_dict(), indent=2) if options.json else forecast)
+    return 0
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:

@@ -3,13 +3,11 @@
 One forward and one backward pass in this process alone, along the road that a session takes up to the exchange. The
 model is left as it was: gradients, buffers and random numbers are put back.
 
-    python -m isgq.doctor package.module:function      # function() returns (model, batch) or (model, batch, loss)
+    isgq doctor package.module:function      # function() returns (model, batch) or (model, batch, loss)
 """
 
 import argparse
 import importlib
-import os
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -273,23 +271,11 @@ def run(arguments: argparse.Namespace) -> int:
     return int(arguments.strict and bool(diagnosis.problems))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """``isgq doctor`` with these arguments, by default those of the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="isgq doctor", description=doctor.__doc__)
-    configure(parser)
-    return run(parser.parse_args(arguments))
-
-
 def _load(target: str) -> Callable[[], Any]:
     """The function that a target names; OptionError if there is none."""  # noqa: DOC501
     module, _, name = target.partition(":")
-    sys.path.insert(0, os.getcwd())
     try:
         found: Callable[[], Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise OptionError(f"{target!r} is no package.module:function ({error})") from error
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(main())
