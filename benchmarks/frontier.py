@@ -1,8 +1,8 @@
 """How few bytes a step can take: training with real messages, several workers simulated in one process.
 
-    python -m benchmarks.frontier [--methods SPEC ...] [--sizes NxB ...] [--seeds S ...] [--out FILE]
+    python -m benchmarks.frontier [--methods SPEC ...] [--sizes NxB ...] [--rates R ...] [--seeds S ...] [--out FILE]
 
-FC 784-300-100-10, by default on Fashion-MNIST, SGD with momentum 0.9, learning rate 0.02 falling as a cosine to 0, two
+By default FC 784-300-100-10 on Fashion-MNIST, SGD with momentum 0.9, learning rate 0.02 falling as a cosine to 0, two
 epochs. One forward and backward pass serves all workers: each takes its own rows. What a worker would send is really
 encoded, packed, unpacked and decoded; only its process and the network are simulated. Bytes are those of the message of
 one worker and step (``isgq.wire.pack_message``, with a template and digests that the receiver makes itself) and of the
@@ -18,6 +18,7 @@ Methods:
 """
 
 import argparse
+import itertools
 import json
 import math
 import shlex
@@ -49,7 +50,7 @@ from isgq.wire import pack_message, unpack_message
 from isgq.wire.header import Header, Status
 from isgq.wire.template import Template
 
-MODEL, RATE, MOMENTUM = "fc:hidden=300-100", 0.02, 0.9
+MOMENTUM = 0.9
 _FRAME_BYTES = 33  # of a message besides its records: a frame's 16 and a session's 17
 METHODS = ("dense", "rotated:ratio=800", "isgq", "error_feedback(top_k:k=0.001)", "powersgd:rank=2")
 Shares = Sequence[dict[str, Factors]]
@@ -67,6 +68,7 @@ class Result:
     method: str
     workers: int
     batch: int
+    rate: float
     seed: int
     bytes: float
     moved: float
@@ -189,16 +191,19 @@ def direct(units: Sequence[Unit], spec: str, workers: int, seed: int) -> Method:
 def powersgd(units: Sequence[Unit], rank: int, seed: int) -> Method:
     """PowerSGD: P = mean M_w Q, made orthonormal; Q = mean M_w^T P; the mean is P Q^T, the rest goes to the memory."""
     generator = torch.Generator().manual_seed(seed)
-    bases = {u.name: torch.randn(u.weight[0].numel(), min(rank, *u.weight.shape), generator=generator) for u in units}
+    bases = {
+        u.name: torch.randn(u.weight[0].numel(), min(rank, *u.weight.flatten(1).shape), generator=generator)
+        for u in units
+    }
     memory: dict[tuple[int, str], Tensor] = {}
 
     def mean(shares: Shares, step: int) -> Mean:
         gradients, sent, total = [_gradients(units, share) for share in shares], 0, {}
         for unit in units:
             own = [g[unit.name] + memory.get((w, unit.name), 0) for w, g in enumerate(gradients)]
-            left, _ = torch.linalg.qr(sum(m @ bases[unit.name] for m in own) / len(own))
-            right = sum(m.T @ left for m in own) / len(own)
-            bases[unit.name], total[unit.name] = right, left @ right.T
+            left, _ = torch.linalg.qr(sum(m.flatten(1) @ bases[unit.name] for m in own) / len(own))
+            right = sum(m.flatten(1).T @ left for m in own) / len(own)
+            bases[unit.name], total[unit.name] = right, (left @ right.T).view_as(unit.weight)
             memory.update({(w, unit.name): m - total[unit.name] for w, m in enumerate(own)})
             sent += left.numel() + right.numel()
             if unit.bias_name is not None:
@@ -258,18 +263,19 @@ def build(spec: str, units: Sequence[Unit], workers: int, seed: int) -> Method:
 # ---- training
 
 
-def train(spec: str, workers: int, batch: int, seed: int, options: argparse.Namespace) -> Result:
+def train(spec: str, workers: int, batch: int, rate: float, seed: int, options: argparse.Namespace) -> Result:
     """One run."""
-    dataset, rate, epochs = data.load(options.data, seed=seed), options.rate, options.epochs
+    dataset = data.load(options.data, seed=seed)
     dataset = dataset.standardized() if options.standardize else dataset
-    model = models.build(MODEL, classes=dataset.classes, in_shape=dataset.in_shape, seed=seed)
+    model = models.build(options.model, classes=dataset.classes, in_shape=dataset.in_shape, seed=seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM)
     units, _ = find_units(model, skip=lambda name: False)
     method, parameters = build(spec, units, workers, seed), dict(model.named_parameters())
     caught: dict[str, Factors] = {}
     capture = Capture(units, lambda unit, factors: caught.update({unit.name: factors}), lambda: None)
-    steps, sent, moved, started = epochs * (len(dataset.train_y) // (workers * batch)), 0.0, 0.0, time.perf_counter()
-    for step, chosen in enumerate(_batches(len(dataset.train_y), workers * batch, seed, epochs)):
+    sent, moved, started = 0.0, 0.0, time.perf_counter()
+    steps = options.steps or options.epochs * (len(dataset.train_y) // (workers * batch))
+    for step, chosen in enumerate(itertools.islice(_batches(len(dataset.train_y), workers * batch, seed), steps)):
         optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
         loss = F.cross_entropy(model(dataset.train_x[chosen]), dataset.train_y[chosen])
         loss.backward()  # type: ignore[no-untyped-call]
@@ -286,12 +292,12 @@ def train(spec: str, workers: int, batch: int, seed: int, options: argparse.Name
     full = 4 * sum(p.numel() for p in parameters.values())
     seconds = time.perf_counter() - started
     each = (sent / steps, moved / steps, full * steps / sent)
-    return Result(spec, workers, batch, seed, *each, accuracy, test_loss, seconds)
+    return Result(spec, workers, batch, rate, seed, *each, accuracy, test_loss, seconds)
 
 
-def _batches(n: int, size: int, seed: int, epochs: int) -> Iterator[Tensor]:
-    """Rows of all workers together; what is left over of an epoch is dropped."""
-    for epoch in range(epochs):
+def _batches(n: int, size: int, seed: int) -> Iterator[Tensor]:
+    """Rows of all workers together, without end; what is left over of an epoch is dropped."""
+    for epoch in itertools.count():
         order = torch.argsort(random_int32(Key("order", seed, epoch).digest, "frontier", n), stable=True)
         yield from order[: n // size * size].view(-1, size)
 
@@ -306,21 +312,33 @@ def _evaluate(model: nn.Module, dataset: data.Dataset) -> tuple[float, float]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Means over seeds as Markdown, each loss also relative to dense of the same size and seeds."""
+    """Means over seeds as Markdown, each loss also relative to dense of the same size and seeds at its best rate."""
     lines = [
-        "| method | N x B | seeds | bytes | moved | compression | accuracy | loss | to dense |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| method | N x B | rate | seeds | bytes | moved | compression | accuracy | loss | to dense |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    base = {(r.workers, r.batch, r.seed): r.test_loss for r in results if r.method == "dense"}
-    for method, workers, batch in dict.fromkeys((r.method, r.workers, r.batch) for r in results):
-        own = [r for r in results if (r.method, r.workers, r.batch) == (method, workers, batch)]
-        relative = [r.test_loss / base[key] - 1 for r in own if (key := (workers, batch, r.seed)) in base]
+    groups: dict[tuple[str, int, int, float], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.method, result.workers, result.batch, result.rate), []).append(result)
+    dense: dict[tuple[int, int], list[Result]] = {}
+    for (method, workers, batch, _), own in groups.items():
+        best = dense.get((workers, batch), own)
+        if method == "dense" and _mean(own, "test_loss") <= _mean(best, "test_loss"):
+            dense[workers, batch] = own
+    for (method, workers, batch, rate), own in groups.items():
+        base = {r.seed: r.test_loss for r in dense.get((workers, batch), [])}
+        relative = [r.test_loss / base[r.seed] - 1 for r in own if r.seed in base]
         to_dense = f"{100 * statistics.mean(relative):+.2f} %" if relative else ""
         names = ("bytes", "moved", "compression", "test_accuracy", "test_loss")
-        size, moved, ratio, accuracy, loss = (statistics.mean(getattr(r, name) for r in own) for name in names)
+        size, moved, ratio, accuracy, loss = (_mean(own, name) for name in names)
         numbers = (f"{size:.0f}", f"{moved:.0f}", f"x{ratio:.0f}", f"{accuracy:.4f}", f"{loss:.4f}", to_dense)
-        lines.append(f"| {method} | {workers}x{batch} | {len(own)} | {' | '.join(numbers)} |")
+        lines.append(f"| {method} | {workers}x{batch} | {rate} | {len(own)} | {' | '.join(numbers)} |")
     return "\n".join(lines)
+
+
+def _mean(results: Sequence[Result], name: str) -> float:
+    mean: float = statistics.mean(getattr(result, name) for result in results)
+    return mean
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -329,26 +347,24 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--sizes", nargs="+", default=["4x64"], help="workers x batch of each")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.02], help="learning rates at the start")
+    parser.add_argument("--model", default="fc:hidden=300-100")
     parser.add_argument("--data", default="fashion")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=RATE, help="learning rate at the start")
+    parser.add_argument("--steps", type=int, help="instead of epochs")
     parser.add_argument("--standardize", action="store_true", help="pixels of mean 0 and deviation 1")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args(arguments)
     results: list[Result] = []
-    for seed in options.seeds:
-        for size in options.sizes:
-            workers, batch = map(int, size.split("x"))
-            for method in options.methods:
-                results.append(train(method, workers, batch, seed, options))
-                print(results[-1], file=sys.stderr, flush=True)
-                if options.out is not None:
-                    command = shlex.join(["python", "-m", "benchmarks.frontier", *arguments])
-                    versions = {"torch": torch.__version__, "isgq": isgq.__version__}
-                    content = {"command": command, "simulated_workers": True, "versions": versions}
-                    options.out.write_text(
-                        json.dumps(content | {"runs": [asdict(r) for r in results]}, indent=1) + "\n"
-                    )
+    for seed, size, method, rate in itertools.product(options.seeds, options.sizes, options.methods, options.rates):
+        workers, batch = map(int, size.split("x"))
+        results.append(train(method, workers, batch, rate, seed, options))
+        print(results[-1], file=sys.stderr, flush=True)
+        if options.out is not None:
+            command = shlex.join(["python", "-m", "benchmarks.frontier", *arguments])
+            versions = {"torch": torch.__version__, "isgq": isgq.__version__}
+            content = {"command": command, "simulated_workers": True, "versions": versions}
+            options.out.write_text(json.dumps(content | {"runs": [asdict(r) for r in results]}, indent=1) + "\n")
     print(f"simulated workers: one process, real messages\n\n{table(results)}")
 
 

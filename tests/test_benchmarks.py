@@ -128,7 +128,7 @@ def test_the_frontier_trains_with_real_messages(tmp_path, capsys):
         "mnist5k",
         "--epochs",
         "1",
-        "--rate",
+        "--rates",
         "0.05",
         "--sizes",
         "2x1000",
@@ -154,4 +154,4 @@ def test_the_frontier_trains_with_real_messages(tmp_path, capsys):
         assert 0 < run["test_loss"] < 2.31
     shown = capsys.readouterr().out
     assert "simulated workers" in shown
-    assert shown.count("| 2x1000 | 1 |") == len(methods)
+    assert shown.count("| 2x1000 | 0.05 | 1 |") == len(methods)
