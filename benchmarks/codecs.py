@@ -51,7 +51,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -63,54 +63,14 @@ from tqdm import tqdm
 
 import data
 import isgq
-from benchmarks.gradients import LayerGradient, capture_gradients, weight_numel
+from analysis.gradients import LayerGradient, capture_gradients, weight_numel
+from analysis.measure import decode, encode
+from analysis.measure import measure as measure_layer
+from analysis.methods import SPECS
 from isgq.core.codec import PairCodec
 from isgq.core.errors import OptionError
-from isgq.core.keys import Key
-from isgq.core.payload import Factors, LowRank, PairPayload, Payload
 from isgq.core.registry import AnyCodec, codec
 from isgq.wire import pack, unpack
-
-SPECS = (
-    "exact",
-    "fp16",
-    "bf16",
-    "int8",
-    "int8:rounding=stochastic",
-    "sign",
-    "one_bit",
-    "terngrad",
-    "qsgd:levels=1",
-    "qsgd:levels=4",
-    "dithered:levels=1",
-    "dithered:levels=4",
-    "dithered:levels=1,mode=half",
-    "dithered:mode=one_bit",
-    "ecsq:step=1",
-    "nested_dithered:levels=3,ratio=3",
-    "nested_dithered:levels=3,ratio=7",
-    "lloyd_max:levels=2",
-    "lloyd_max:levels=4",
-    "qcs",
-    "top_k:k=0.01",
-    "top_k:k=0.01,values=float16",
-    "rtop_k:r=0.04,k=0.01",
-    "random_k:k=0.01",
-    "random_k:k=0.01,shared=true",
-    "eus:m=0.01",
-    "error_feedback(top_k:k=0.01)",
-    "error_feedback(sign)",
-    "momentum_correction(top_k:k=0.01)",
-    "separate(dithered:levels=1,bucket=row)",
-    "separate(dithered:levels=4,bucket=row)",
-    "naive:levels=2",
-    "minimum_variance:levels=2",
-    "minimum_variance_unbiased:levels=2",
-    "rotated",
-    "rotated:mode=mmse,nmse=0.085",
-)
-"""What is measured by default: every registered codec at least once, but ``scheduled``, which only chooses others, and
-``subspace``, which all ranks make together."""
 
 NETWORKS = ("fc", "lenet")
 STAGES = ("encode", "pack", "unpack", "decode", "encode_pack")
@@ -174,72 +134,13 @@ def capture_inputs(dataset: data.Dataset, effort: Effort) -> Inputs:
     return Inputs(networks, direct, capture(_PAIR_NETWORK, effort.elements // _PAIR_WIDTH)[_MIDDLE])
 
 
-def encode(coder: AnyCodec, layer: LayerGradient, step: int) -> Payload | PairPayload:
-    """Compress a layer's gradient or, with a pair codec, its factors."""
-    key = Key(layer.name, step=step)
-    if isinstance(coder, PairCodec):
-        return coder.encode_pair(layer.factors, layer.contract, key)
-    return coder.encode(layer.gradient, key)
-
-
-def decode(coder: AnyCodec, payload: Payload | PairPayload) -> Tensor | Factors | LowRank:
-    """Rebuild what was compressed."""
-    if isinstance(coder, PairCodec):
-        assert isinstance(payload, PairPayload)
-        return coder.decode_pair(payload)
-    assert isinstance(payload, Payload)
-    return coder.decode(payload)
-
-
-def rebuild(coder: AnyCodec, payload: Payload | PairPayload, layer: LayerGradient) -> Tensor:
-    """The layer's gradient from a payload: float64, flat."""
-    value = decode(coder, payload)
-    if isinstance(value, LowRank):
-        gradient = value.weight()
-    else:
-        gradient = layer.contract(value.x, value.d) if isinstance(value, Factors) else value
-    return gradient.reshape(-1).double()
-
-
-def streams(payload: Payload | PairPayload) -> Iterator[tuple[str, Tensor, int]]:
-    """Name, symbols and alphabet of each stream; those of a pair are called ``x.name`` and ``d.name``."""
-    parts = {"x.": payload.x, "d.": payload.d} if isinstance(payload, PairPayload) else {"": payload}
-    for prefix, part in parts.items():
-        for name, symbols in part.symbols.items():
-            yield prefix + name, symbols.values, symbols.alphabet
-
-
-def entropy(symbols: Tensor) -> float:
-    """Empirical entropy in bits per symbol; 0 of no symbols."""
-    if not symbols.numel():
-        return 0.0
-    share = torch.unique(symbols, return_counts=True)[1].double() / symbols.numel()
-    return max(0.0, -float((share * share.log2()).sum()))
-
-
 def measure_quality(spec: str, layers: Sequence[LayerGradient], keys: int) -> _Quality:
     """Size, error and bias of a codec on the layers of a network; the module says what the entries mean."""
-    size, symbols = 0, dict[str, list[float]]()
-    norm = error = offset = noise = 0.0
-    for layer in layers:
-        true = layer.gradient.reshape(-1).double()
-        mean, spread = torch.zeros_like(true), torch.zeros_like(true)  # of the error, by Welford's recurrence
-        for step in range(keys):
-            coder = codec(spec)  # a fresh one: codecs with memory must not remember the key before
-            payload = encode(coder, layer, step)
-            difference = rebuild(coder, payload, layer) - true
-            error += float(difference.square().sum()) / keys
-            deviation = difference - mean
-            mean += deviation / (step + 1)
-            spread += deviation * (difference - mean)
-            if step == 0:
-                size += pack(payload).numel()
-                for name, values, alphabet in streams(payload):
-                    row = (values.numel(), values.numel() * math.log2(alphabet), values.numel() * entropy(values))
-                    symbols[name] = [a + b for a, b in zip(symbols.get(name, [0, 0, 0]), row, strict=True)]
-        norm += float(true.square().sum())
-        offset += float(mean.square().sum())
-        noise += float(spread.sum()) / (keys - 1) / keys
+    found = [measure_layer(spec, layer, keys) for layer in layers]
+    symbols = dict[str, list[float]]()
+    for row in (row for quality in found for row in quality.symbols.items()):
+        symbols[row[0]] = [a + b for a, b in zip(symbols.get(row[0], [0, 0, 0]), row[1], strict=True)]
+    size, norm = sum(q.size for q in found), math.fsum(q.norm for q in found)
     return {
         "bytes": size,
         "bits_per_element": 8 * size / weight_numel(layers),
@@ -247,9 +148,9 @@ def measure_quality(spec: str, layers: Sequence[LayerGradient], keys: int) -> _Q
             name: {"count": int(count), "alphabet_bits": most / max(count, 1), "entropy_bits": bits / max(count, 1)}
             for name, (count, most, bits) in symbols.items()
         },
-        "nmse": error / norm,
-        "bias": math.sqrt(offset / norm),
-        "bias_noise": math.sqrt(noise / norm),
+        "nmse": math.fsum(q.error for q in found) / norm,
+        "bias": math.sqrt(math.fsum(q.offset for q in found) / norm),
+        "bias_noise": math.sqrt(math.fsum(q.noise for q in found) / norm),
     }
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 import data
-from benchmarks.codecs import FULL, SPECS, capture_inputs
+from analysis.methods import SPECS
+from benchmarks.codecs import FULL, capture_inputs
 from isgq.core.codec import PairCodec
 from isgq.core.keys import Key
 from isgq.core.registry import codec

@@ -7,7 +7,9 @@ import re
 import pytest
 import torch
 
-from benchmarks.codecs import NETWORKS, QUICK, SPECS, STAGES, entropy, kept, main, table
+from analysis.measure import entropy
+from analysis.methods import SPECS
+from benchmarks.codecs import NETWORKS, QUICK, STAGES, kept, main, table
 from benchmarks.frontier import main as frontier
 from isgq.core.registry import codec, codec_names
 

@@ -21,7 +21,7 @@ ALLOWED = {
     "models": {"models"},
     "data": {"data"},
     "analysis": {"isgq", "models", "data", "analysis", "train"},
-    "benchmarks": {"isgq", "models", "data", "benchmarks"},
+    "benchmarks": {"isgq", "models", "data", "analysis", "benchmarks"},
     "training": {"isgq", "models", "data", "analysis", "training"},
     "train": {"isgq", "models", "data", "analysis", "training"},
 }
