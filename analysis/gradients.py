@@ -73,7 +73,7 @@ class Recipe:
     model: str = "lenet"
     data: str = "fashion"
     steps: tuple[int, ...] = (0, 100, 1000)
-    batch: int = 32
+    batch: int = 16
     standardize: bool = False
     seed: int = 0
 

@@ -50,7 +50,7 @@ SCHEMA = 1
 MARKERS = "osD^vP*X"
 Cell = str | int | float | bool | None
 
-_WIDTH = 5.2  # inches: on a phone, where that is as wide as the screen, a letter stays as large as it is in print
+_WIDTH = 5.0  # inches: on a phone, where that is as wide as the screen, a letter stays as large as it is in print
 _STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.grid": True,
@@ -102,6 +102,10 @@ class Table:
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise ReportError(f"table {self.name!r} has {len(self.columns)} columns, but the row {row}")
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rows as name -> cell."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def csv(self) -> str:
         """As CSV, numbers in full."""
