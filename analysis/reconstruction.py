@@ -83,12 +83,14 @@ def row(step: int, layer: LayerGradient, spec: str, found: Quality, expected: Pr
     ]
 
 
-def measure_with_theory(spec: str, layer: LayerGradient) -> tuple[Quality, Prediction | None]:
+def measure_with_theory(
+    spec: str, layer: LayerGradient, precision: float = _PRECISION
+) -> tuple[Quality, Prediction | None]:
     """Measure a codec on a layer, for as many keys as a comparison with the closed form needs, and the closed form."""
     expected = predict(codec(spec), layer)
     if expected is None or not expected.exact:
         return measure(spec, layer, _KEYS), expected
-    return measure(spec, layer, _KEYS, precision=_PRECISION, most=_MOST_KEYS), expected
+    return measure(spec, layer, _KEYS, precision=precision, most=_MOST_KEYS), expected
 
 
 def effective_rank(matrix: Tensor) -> float:
@@ -126,20 +128,30 @@ def factors_table(stages: Mapping[int, Sequence[LayerGradient]]) -> Table:
     return Table("factors", "Sparsity and effective rank of X, D and G", columns, rows)
 
 
-def layers_table(recipe: Recipe, specs: Sequence[str], cache: Path, processes: int) -> Table:
-    """Every codec on every layer at every step, measured by several processes; their number changes no number."""
-    shares = launch(_measure_share, processes, args=(recipe, tuple(specs), cache), timeout=_PATIENCE)
+def layers_table(
+    recipe: Recipe, specs: Sequence[str], cache: Path, processes: int, *, precision: float = _PRECISION
+) -> Table:
+    """Every codec on every layer at every step.
+
+    Args:
+        recipe: of the factors, which are in the cache.
+        specs: the codecs.
+        cache: where the factors are.
+        processes: that measure; their number changes no number.
+        precision: standard error, relative to the mean, of the errors that have a closed form.
+    """
+    shares = launch(_measure_share, processes, args=(recipe, tuple(specs), cache, precision), timeout=_PATIENCE)
     rows = itertools.chain.from_iterable(itertools.zip_longest(*shares))
     return Table("layers", "Every codec on every layer", _COLUMNS, [line for line in rows if line is not None])
 
 
-def _measure_share(recipe: Recipe, specs: Sequence[str], cache: Path) -> list[list[Cell]]:
+def _measure_share(recipe: Recipe, specs: Sequence[str], cache: Path, precision: float) -> list[list[Cell]]:
     """Every so many-th row, from the factors in the cache."""
     work = list(itertools.product(each(recipe.capture(cache)), specs))
     rank, processes = dist.get_rank(), dist.get_world_size()
     tqdm.set_lock(threading.RLock())  # its own is a system semaphore, which outlives a rank that is ended
     bar = tqdm(work[rank::processes], desc="measuring", unit="mean", disable=rank > 0)
-    return [row(step, layer, spec, *measure_with_theory(spec, layer)) for (step, layer), spec in bar]
+    return [row(step, layer, spec, *measure_with_theory(spec, layer, precision)) for (step, layer), spec in bar]
 
 
 def totals_table(table: Table) -> Table:
@@ -184,13 +196,14 @@ def agreement(table: Table) -> tuple[int, int, dict[str, Any] | None]:
 def summary(layers: Table, totals: Table, factors: Table) -> list[str]:
     """What was found."""
     count, agree, worst = agreement(layers)
+    drawn = sum(line["theory"] is not None and line["nmse_error"] > 0 for line in layers.records())
     sentences = []
     if worst:
         off = 100 * abs((worst["measured_to_theory"] or 1.0) - 1)
         sentences.append(
-            f"Measured error and closed form agree within {100 * AGREES:.0f} % in {agree} of {count} comparisons; the "
-            f"largest difference is {off:.2f} % ({worst['codec']} on {worst['layer']} after {worst['step']} steps, "
-            f"{worst['keys']:,} keys)."
+            f"Measured error and closed form agree within {100 * AGREES:.0f} % in {agree} of {count} comparisons, "
+            f"{drawn} of them with codecs that are random; the largest difference is {off:.2f} % "
+            f"({worst['codec']} on {worst['layer']} after {worst['step']} steps, {worst['keys']:,} keys)."
         )
     last = max(line["step"] for line in totals.records())
     useful = [line for line in totals.records() if line["step"] == last and (line["nmse"] or 0.0) <= 1]
@@ -295,7 +308,9 @@ def _course_figure(factors: Table, kind: str, label: str) -> Figure:
                 values = [line[f"{name}_{kind}"] for line in lines]
                 steps = [line["step"] for line in lines]
                 axes.plot(steps, values, linestyle=dash, label=f"{name.upper()} of {layer}", **style(i))
+        steps = list(dict.fromkeys(line["step"] for line in factors.records()))
         axes.set_xscale("symlog", linthresh=10)
+        axes.set_xticks(steps, [str(step) for step in steps])
         axes.set_xlabel("training steps")
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
@@ -346,14 +361,14 @@ def build(options: argparse.Namespace) -> Report:
     )
 
 
-def notes(recipe: Recipe) -> list[str]:
-    """How to read the numbers."""
+def notes(recipe: Recipe, precision: float = _PRECISION) -> list[str]:
+    """How to read the numbers of :func:`layers_table`."""
     pixels = "standardized" if recipe.standardize else "raw"
     return [
         f"Factors are captured in one process, on a batch of {recipe.batch} images after each number of steps of SGD "
         f"with momentum on {pixels} pixels, seed {recipe.seed}.",
         f"Means are over {_KEYS} keys at least; where there is a closed form, over as many as bring the standard error "
-        f"below {100 * _PRECISION:.1f} % of the mean, at most {_MOST_KEYS:,}. The table says how many.",
+        f"below {100 * precision:.1f} % of the mean, at most {_MOST_KEYS:,}. The table says how many.",
         "Closed forms: stated variances of the codecs; for ISGQ, Var(G^) = contract(X^2 + vx, vd) + contract(vx, D^2); "
         "for codecs that keep entries, the identities of rTop-k and EUS. Rotated factors' error includes the bias's.",
         "Coded bits are real bytes; alphabet and entropy bits are computed from the symbols and are no message's size.",

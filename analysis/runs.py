@@ -10,6 +10,7 @@ received_bytes since the run began.
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -42,6 +43,17 @@ class Summary:
     staleness: dict[str, int]
     perplexity: float | None = None
     local_steps: int | None = None
+
+    @property
+    def run(self) -> str:
+        """The run's name in ``metrics.jsonl``."""
+        return run_name(self.codec, self.workers, self.batch_per_worker, self.aggregate, self.down)
+
+
+def run_name(codec: str, workers: int, batch: int, aggregate: str, down: str) -> str:
+    """Names the files of a run, and its lines in the metrics."""
+    passes = "" if aggregate == "gather" else f"-{aggregate}-{down}"
+    return f"{re.sub(r'[^A-Za-z0-9._=]+', '-', codec + passes).strip('-')}-{workers}x{batch}"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -76,6 +88,23 @@ def append_metrics(folder: Path, entry: dict[str, Any]) -> None:
     """Add a line to ``metrics.jsonl``."""
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(entry) + "\n")
+
+
+def load_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Read ``metrics.jsonl``.
+
+    Raises:
+        ValueError: the file is missing, or a line is half-written or of another form.
+    """
+    path = folder / "metrics.jsonl"
+    try:
+        entries: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+        for number, entry in enumerate(entries, 1):
+            if missing := {"run", "epoch", "step", "test_loss", "test_accuracy", "seconds"} - entry.keys():
+                raise ValueError(f"line {number} lacks {', '.join(sorted(missing))}")
+    except (OSError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is no file of metrics ({error}): train again, or --resume") from error
+    return entries
 
 
 def trim_metrics(folder: Path, run: str, epochs: int) -> None:
