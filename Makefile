@@ -1,10 +1,10 @@
-# make setup | data | demo | test | lint | fuzz | bench: each sets up what it needs in .venv
+# make setup | data | demo | test | lint | fuzz | bench | reproduce: each sets up what it needs in .venv
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup data demo test lint format fuzz bench clean
+.PHONY: setup data demo test lint format fuzz bench reproduce clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,9 @@ fuzz: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.codecs
+
+reproduce: setup
+	$(BIN)/python -m analysis.reproduce
 
 clean:
 	rm -rf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
