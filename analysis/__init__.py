@@ -1,1 +1,1 @@
-"""Tables, plots and reports of finished runs."""
+"""Tables, plots and reports: of finished runs, and of what codecs do to real gradients."""
