@@ -277,7 +277,7 @@ def show(cell: Cell) -> str:
     if isinstance(cell, int):
         return f"{cell:,}"
     if isinstance(cell, float):
-        return f"{cell:,.0f}" if 1e4 <= abs(cell) < 1e12 else f"{cell:.4g}"
+        return f"{cell:,.0f}" if 1e3 <= abs(cell) < 1e12 else f"{cell:.4g}"
     return str(cell)
 
 

@@ -3,30 +3,34 @@
     python -m analysis.scaling --codecs dense isgq --workers 1 2 4 8 --beyond 16 32
 
 Up to 8 workers are real processes, started by train.py; their bytes are measured. Beyond, the number of workers is
-that of a model: one process trains a few steps with as many samples as one of the workers would have, which gives
-messages of real sizes, and :func:`isgq.bandwidth.predict` says what so many workers would move with such messages. The
-model is also shown where there is a measurement. It leaves out that messages are padded to the longest one.
+that of a model: one process trains with the total batch and now and then encodes the gradient of one worker's share,
+which gives messages of real sizes, and :func:`isgq.bandwidth.predict` says what so many workers would move with such
+messages. The model is also shown where there is a measurement. It leaves out that messages are padded to the longest.
 """
 
 import argparse
 import contextlib
+import copy
 import io
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from matplotlib.axes import Axes
+from torch import Tensor, nn
 
+import data
 import train
 from analysis import report
 from analysis.methods import name_of
 from analysis.report import Cell, Figure, Report, ReportError, Table, draw, style
 from analysis.runs import Summary, load_summary
-from isgq.bandwidth import Moved, predict
+from isgq.bandwidth import Messages, Moved, predict
 
 _MOST = 8
-_STEPS = 5  # of the model's messages; the first one describes itself
+_PROBES = 10  # how often in a training the model looks at messages
 
 _COLUMNS = {
     "codec": "spec of the codec",
@@ -41,18 +45,43 @@ _COLUMNS = {
 }
 
 
-def modelled(config: train.Config, codec: str, workers: int) -> Moved:
-    """What a worker moves in a step, by the ledger's model with messages of real size."""
-    config = replace(config, workers=(1,), codecs=(codec,), total_batch=config.batch_of_each(workers))
+def modelled(config: train.Config, codec: str, counts: Sequence[int]) -> dict[int, Moved]:
+    """What each of so many workers moves in a step, by the ledger's model with messages of real size.
+
+    One process trains with the total batch, without compression. At some steps the gradient of one worker's share at
+    these weights is encoded; messages of sizes between theirs are what the model moves.
+    """
+    config = replace(config, workers=(1,), codecs=(codec,), resume=False)
     [run] = train.check(config)
     dataset, model = train.load(config)
+    probes = {workers: copy.deepcopy(model) for workers in counts}
+    sizes: dict[int, list[Messages]] = {workers: [] for workers in counts}
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum)
-    with train.instrument(model, config, run) as session:
-        for _, mine in zip(range(_STEPS), train.shares(len(dataset.train_y), run, 0, config.seed, 0), strict=False):
-            F.cross_entropy(model(dataset.train_x[mine]), dataset.train_y[mine]).backward()  # type: ignore[no-untyped-call]
+    steps = config.epochs * (len(dataset.train_y) // run.batch)
+    epochs = (train.shares(len(dataset.train_y), run, 0, config.seed, epoch) for epoch in range(config.epochs))
+    with contextlib.ExitStack() as stack:
+        sessions = {w: stack.enter_context(train.instrument(probe, config, run)) for w, probe in probes.items()}
+        for step, batch in enumerate(itertools.chain.from_iterable(epochs)):
+            for workers, probe in probes.items() if step % max(1, steps // _PROBES) == 0 else ():
+                probe.load_state_dict(model.state_dict())
+                share = batch[: config.batch_of_each(workers)]
+                for _ in range(2 if step == 0 else 1):  # a session's first message describes itself
+                    _backward(probe, dataset, share)
+                sizes[workers].append(sessions[workers].messages())
+            optimizer.param_groups[0]["lr"] = train.learning_rate(config, step / steps)
+            _backward(model, dataset, batch)
             optimizer.step()
             optimizer.zero_grad()
-        return predict("gather", session.messages(), workers, 0)
+    return {workers: predict("gather", _mean(sizes[workers]), workers, 0) for workers in counts}
+
+
+def _backward(model: nn.Module, dataset: data.Dataset, chosen: Tensor) -> None:
+    F.cross_entropy(model(dataset.train_x[chosen]), dataset.train_y[chosen]).backward()  # type: ignore[no-untyped-call]
+
+
+def _mean(messages: Sequence[Messages]) -> Messages:
+    up = sum(sum(message.up) for message in messages) / len(messages)
+    return replace(messages[0], up=(round(up),))
 
 
 def measured(config: train.Config) -> list[Summary]:
@@ -67,8 +96,7 @@ def table(config: train.Config, beyond: Sequence[int]) -> Table:
     found = {(s.codec, s.workers): s for s in measured(config)}
     rows: list[list[Cell]] = []
     for codec in config.codecs:
-        for workers in (*config.workers, *beyond):
-            moved = modelled(config, codec, workers)
+        for workers, moved in modelled(config, codec, [*config.workers, *beyond]).items():
             run = found.get((codec, workers))
             real = (run.sent_bytes_per_step, run.received_bytes_per_step, run.test_accuracy) if run else (None,) * 3
             batch = config.batch_of_each(workers)
@@ -130,14 +158,13 @@ def build(options: argparse.Namespace) -> Report:
         epochs=options.epochs,
         lr=options.lr,
         seed=options.seed,
+        resume=options.resume,
         out=options.out / "train",
         timeout=options.timeout,
     )
     for workers in options.beyond:
         if workers <= _MOST or options.total_batch % workers:
             raise ReportError(f"--beyond {workers} must be more than {_MOST} and divide --total-batch exactly")
-    runs = train.check(config)
-    train.prepare(config, runs)
     scaling = table(config, options.beyond)
     figures = [
         _figure(scaling, "sent_bytes", "bytes sent per worker and step", "Bytes sent; hollow: the ledger's model"),
@@ -148,7 +175,7 @@ def build(options: argparse.Namespace) -> Report:
     notes = [
         f"Up to {_MOST} workers are real processes on one machine, {config.epochs} epochs each, seed {config.seed}; "
         "all workers get all messages.",
-        "Model: header and message of one process with as many samples as a worker would have, moved by the rule of "
+        f"Model: messages of one worker's share at {_PROBES} steps of a training in one process, moved by the rule of "
         "isgq.bandwidth. It is no measurement, and has no accuracy.",
     ]
     return Report(title, summary(scaling), [scaling], figures, notes)
@@ -168,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.2, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a missing worker")
     report.run(parser, build, arguments)
 
