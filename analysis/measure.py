@@ -145,7 +145,8 @@ def measure(spec: str, layer: LayerGradient, keys: int, *, precision: float = ma
 
 
 def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
+    """The mean; exact where all are equal."""
+    return values[0] + math.fsum(v - values[0] for v in values) / len(values)
 
 
 def _error_of_mean(values: list[float]) -> float:

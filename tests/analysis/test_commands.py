@@ -166,17 +166,17 @@ def test_scaling_runs_real_processes_and_models_more(tmp_path):
         "--total-batch",
         "1008",
     ]
-    scaling.main([*options, "--codecs", "dense", "isgq", "--out", str(tmp_path)])
+    scaling.main([*options, "--codecs", "dense", "qsgd", "--out", str(tmp_path)])
     lines = {(line["codec"], line["workers"]): line for line in load(tmp_path).table("scaling").records()}
     assert len(lines) == 6
     gradient = 4 * (784 * 8 + 8 + 8 * 10 + 10)
-    for workers in (1, 2):
-        line = lines["dense", workers]
-        assert line["sent_bytes"] == pytest.approx(gradient, rel=0.01)
-        assert line["model_sent_bytes"] == pytest.approx(line["sent_bytes"], rel=0.01)
-        assert line["model_received_bytes"] == pytest.approx(line["received_bytes"], rel=0.01)
-    assert lines["isgq", 16]["model_received_bytes"] == 15 * lines["isgq", 16]["model_sent_bytes"]
-    assert lines["isgq", 16]["sent_bytes"] is lines["isgq", 16]["accuracy"] is None
+    for codec_name, workers in ((name, count) for name in ("dense", "qsgd") for count in (1, 2)):
+        line = lines[codec_name, workers]
+        assert codec_name != "dense" or line["sent_bytes"] == pytest.approx(gradient, rel=0.01)
+        assert line["model_sent_bytes"] == pytest.approx(line["sent_bytes"], rel=0.1)
+        assert line["model_received_bytes"] == pytest.approx(line["received_bytes"], rel=0.1)
+    assert lines["qsgd", 16]["model_received_bytes"] == 15 * lines["qsgd", 16]["model_sent_bytes"]
+    assert lines["qsgd", 16]["sent_bytes"] is lines["qsgd", 16]["accuracy"] is None
 
 
 def refused(main, *arguments):
