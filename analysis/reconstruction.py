@@ -112,18 +112,22 @@ def _matrix(factor: Tensor) -> Tensor:
     return factor.flatten(2).transpose(1, 2).flatten(0, 1) if factor.dim() > 2 else factor
 
 
+def _sparsity(matrix: Tensor) -> float:
+    return 1 - int(matrix.count_nonzero()) / matrix.numel()
+
+
 def factors_table(stages: Mapping[int, Sequence[LayerGradient]]) -> Table:
     """Sparsity and effective rank of X, D and G."""
-    columns = {"step": "training steps before", "layer": "parameter", "rows": "rows of X and D (samples x positions)"}
+    columns = {"step": "training steps before", "layer": "parameter", "rows": "rows of D (samples x positions)"}
     for name, what in (("x", "input X"), ("d", "output gradient D"), ("g", "weight gradient G")):
         columns[f"{name}_sparsity"] = f"share of exact zeros in the {what}"
         columns[f"{name}_rank"] = f"effective rank of the {what}: exp of the entropy of its singular values' shares"
     rows: list[list[Cell]] = []
     for step, layer in each(stages):
-        matrices = (_matrix(layer.factors.x), _matrix(layer.factors.d), layer.gradient.flatten(1))
-        line: list[Cell] = [step, layer.name, len(matrices[0])]
-        for matrix in matrices:
-            line += [1 - int(matrix.count_nonzero()) / matrix.numel(), effective_rank(matrix)]
+        x, d = layer.factors.x, _matrix(layer.factors.d)
+        line: list[Cell] = [step, layer.name, len(d)]
+        for matrix in (_matrix(x) if x.is_floating_point() else None, d, layer.gradient.flatten(1)):
+            line += [None, None] if matrix is None else [_sparsity(matrix), effective_rank(matrix)]
         rows.append(line)
     return Table("factors", "Sparsity and effective rank of X, D and G", columns, rows)
 
@@ -217,8 +221,9 @@ def summary(layers: Table, totals: Table, factors: Table) -> list[str]:
             )
     for line in factors.records():
         if line["step"] == last:
-            zeros = ", ".join(f"{100 * line[f'{n}_sparsity']:.0f} % of {n.upper()}" for n in "xdg")
-            ranks = ", ".join(f"{line[f'{n}_rank']:.1f}" for n in "xdg")
+            known = [n for n in "xdg" if line[f"{n}_rank"] is not None]  # indices have no rank
+            zeros = ", ".join(f"{100 * line[f'{n}_sparsity']:.0f} % of {n.upper()}" for n in known)
+            ranks = ", ".join(f"{line[f'{n}_rank']:.1f}" for n in known)
             sentences.append(f"{line['layer']} after {last} steps: zeros are {zeros}; effective ranks {ranks}.")
     return sentences
 

@@ -29,7 +29,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -337,7 +337,7 @@ def run(
     try:
         report = build(options)
         command = shlex.join([*parser.prog.split(), *given])
-        report = Report(**{**vars(report), "command": command})
+        report = replace(report, command=command)
         report.save(options.out)
     except (IsgqError, DataError, ModelError, ReportError, OSError) as error:
         parser.error(str(error))

@@ -5,8 +5,8 @@ A pair codec that quantizes each factor on its own, with independent errors of m
     Var(G^) = contract(x^2 + vx, vd) + contract(vx, d^2)
 
 entry by entry: every term of an entry of the gradient multiplies another entry of x with another one of d, whatever
-the layer, so that the terms are uncorrelated and their coefficients are 0 or 1. (:mod:`isgq.codecs.variance` has the
-same for linear layers.)
+the layer (but for convolutions that pad with copies), so that the terms are uncorrelated and their coefficients are 0
+or 1. :mod:`isgq.codecs.variance` has the same for linear layers. Indices travel without loss, so vx is 0 there.
 
 Keeping k of the r largest of w, times a factor c, leaves ``|w|^2 - |top_r|^2 + |top_r|^2 ((k/r) (1 - c)^2 + 1 - k/r)``;
 without factor that is ``|w|^2 - (k/r) |top_r|^2`` (:mod:`isgq.codecs.sparse`). Scaled signs, 1-bit SGD and codecs that
@@ -48,20 +48,25 @@ def predict(coder: AnyCodec, layer: LayerGradient) -> Prediction | None:
 
     Args:
         coder: the codec.
-        layer: its gradient and factors; floating-point.
+        layer: its gradient and factors.
     """
     if isinstance(coder, Separate):
         return _of_pair(coder, layer)
     if isinstance(coder, Rotated):
-        return Prediction(coder.variance(layer.factors, layer.contract)) if coder.unbiased else None
+        stated = coder.unbiased and layer.factors.x.is_floating_point()
+        return Prediction(coder.variance(layer.factors, layer.contract)) if stated else None
     return _of_tensor(coder, layer.gradient)
 
 
 def _of_pair(coder: Separate, layer: LayerGradient) -> Prediction | None:
-    vx, vd = _variance(coder.x, layer.factors.x), _variance(coder.d, layer.factors.d)
+    x, d = layer.factors.x, layer.factors.d
+    vd = _variance(coder.d, d)
+    if vd is not None and not x.is_floating_point():
+        return Prediction(float(layer.contract(x, vd).sum()))
+    vx = _variance(coder.x, x)
     if vx is None or vd is None:
         return None
-    x2, d2 = layer.factors.x.double().square(), layer.factors.d.double().square()
+    x2, d2 = x.double().square(), d.double().square()
     return Prediction(float(layer.contract(x2 + vx, vd).sum() + layer.contract(vx, d2).sum()))
 
 

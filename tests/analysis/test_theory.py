@@ -8,7 +8,7 @@ from torch import nn
 
 from analysis.gradients import LayerGradient
 from analysis.measure import measure
-from analysis.reconstruction import effective_rank
+from analysis.reconstruction import effective_rank, factors_table
 from analysis.theory import predict
 from isgq.codecs.variance import product_variance
 from isgq.core.payload import Factors
@@ -84,6 +84,16 @@ def test_a_linear_layer_has_the_library_s_closed_form():
     expected = predict(codec("separate(dithered:levels=2)"), each)
     assert expected is not None
     assert expected.error == pytest.approx(float(product_variance(each.factors, *variances)), rel=1e-6)
+
+
+def test_indices_travel_without_loss():
+    each = layer(nn.Embedding(5, 6), torch.tensor([3, 0, 3, 4]), normal(7, 4, 6))
+    spec = "separate(dithered:levels=1,bucket=row)"
+    expected, found = predict(codec(spec), each), measure(spec, each, 60)
+    assert expected is not None
+    assert abs(found.error - expected.error) <= 4.5 * found.deviation
+    assert predict(codec("rotated"), each) is None
+    assert factors_table({0: [each]}).records()[0]["x_rank"] is None
 
 
 def test_more_keys_are_taken_until_the_mean_is_precise():
