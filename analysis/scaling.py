@@ -132,12 +132,12 @@ def summary(scaling: Table) -> list[str]:
         lines = [line for line in scaling.records() if line["codec"] == codec and line["sent_bytes"]]
         few, many = lines[0], lines[-1]
         sent, received = (f"from {few[name]:,.0f} to {many[name]:,.0f}" for name in ("sent_bytes", "received_bytes"))
+        off = max(abs(line["model_sent_bytes"] / line["sent_bytes"] - 1) for line in lines)
         sentences.append(
             f"{codec}: from {few['workers']} to {many['workers']} workers the bytes that a worker sends in a step go "
-            f"{sent}, those it receives {received}, the accuracy from {few['accuracy']:.4f} to {many['accuracy']:.4f}."
+            f"{sent}, those it receives {received}, the accuracy from {few['accuracy']:.4f} to "
+            f"{many['accuracy']:.4f}; the model's sent bytes are within {100 * off:.1f} % of these."
         )
-    off = max(abs(line["model_sent_bytes"] / line["sent_bytes"] - 1) for line in scaling.records() if line["accuracy"])
-    sentences.append(f"Where both exist, the model's sent bytes are within {100 * off:.1f} % of the measured ones.")
     return sentences
 
 
