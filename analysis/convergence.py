@@ -40,12 +40,13 @@ class Run:
     summary: Summary
     entries: Sequence[dict[str, Any]]
 
-    def moved(self, entry: dict[str, Any]) -> Moved:
-        """Mean bytes of a step until then."""
+    def seconds(self, entry: dict[str, Any], link: Link) -> float:
+        """Time until then that the link takes, by the model: so many exchanges of mean size, one after another."""
         aggregate = cast("AggregateName", self.summary.aggregate)
         rounds = predict(aggregate, Messages((0,), (0,), 0, 1), self.summary.workers, 0).rounds
-        step = entry["step"]
-        return Moved(entry["sent_bytes"] // step, entry["received_bytes"] // step, rounds)
+        exchanges: int = max(1, entry["step"] // (self.summary.local_steps or 1))
+        sent, received = entry["sent_bytes"] // exchanges, entry["received_bytes"] // exchanges
+        return exchanges * link.seconds(Moved(sent, received, rounds))
 
 
 def parse_link(text: str) -> Link:
@@ -77,6 +78,8 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
             label = f"{summary.codec}, {summary.workers}x{summary.batch_per_worker}"
             if summary.aggregate != "gather":
                 label += f", {summary.aggregate}, {summary.down} down"
+            if summary.local_steps is not None:
+                label += f", {summary.local_steps} local steps"
             if entries:
                 runs.append(Run(label if len(folders) == 1 else f"{folder.name}: {label}", summary, entries))
     if not runs:
@@ -103,7 +106,7 @@ def epochs_table(runs: Sequence[Run], links: dict[str, Link], compute: float) ->
     rows: list[list[Cell]] = []
     for run in runs:
         for entry in run.entries:
-            times = [entry["step"] * (compute + link.seconds(run.moved(entry))) for link in links.values()]
+            times = [entry["step"] * compute + run.seconds(entry, link) for link in links.values()]
             measured = [entry[name] for name in list(columns)[2:9]]
             rows.append([run.label, name_of(run.summary.codec), *measured, *times])
     return Table("epochs", "Every epoch of every run", columns, rows)
@@ -160,8 +163,8 @@ def summary(runs: Sequence[Run], table: Table, links: dict[str, Link]) -> list[s
 def _notes(compute: float) -> list[str]:
     return [
         "Bytes are measured by the session's ledger on the first worker, all headers counted.",
-        "Modelled time: steps x (compute + max(sent, received) / bandwidth + rounds x latency), with nothing else on "
-        f"the link and {compute:g} seconds of compute a step. It is a model; the measured seconds, on one machine "
+        "Modelled time: steps x compute + exchanges x (max(sent, received) / bandwidth + rounds x latency), with nothing "
+        f"else on the link and {compute:g} seconds of compute a step. It is a model; the measured seconds, on one machine "
         "whose processes share its cores, are in the table.",
     ]
 

@@ -47,12 +47,13 @@ class Summary:
     @property
     def run(self) -> str:
         """The run's name in ``metrics.jsonl``."""
-        return run_name(self.codec, self.workers, self.batch_per_worker, self.aggregate, self.down)
+        return run_name(self.codec, self.workers, self.batch_per_worker, self.aggregate, self.down, self.local_steps)
 
 
-def run_name(codec: str, workers: int, batch: int, aggregate: str, down: str) -> str:
+def run_name(codec: str, workers: int, batch: int, aggregate: str, down: str, local_steps: int | None) -> str:
     """Names the files of a run, and its lines in the metrics."""
     passes = "" if aggregate == "gather" else f"-{aggregate}-{down}"
+    passes += f"-local={local_steps}" if local_steps is not None else ""
     return f"{re.sub(r'[^A-Za-z0-9._=]+', '-', codec + passes).strip('-')}-{workers}x{batch}"
 
 

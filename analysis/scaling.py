@@ -12,22 +12,20 @@ import argparse
 import contextlib
 import copy
 import io
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-import torch.nn.functional as F
 from matplotlib.axes import Axes
-from torch import Tensor, nn
 
-import data
 import train
 from analysis import report
 from analysis.methods import name_of
 from analysis.report import Cell, Figure, Report, ReportError, Table, draw, style
 from analysis.runs import Summary, load_summary
 from isgq.bandwidth import Messages, Moved, predict
+from training.config import Config, Run, learning_rate
+from training.road import session_of
+from training.task import build, load, optimizer_of, task_of
 
 _MOST = 8
 _PROBES = 10  # how often in a training the model looks at messages
@@ -45,38 +43,34 @@ _COLUMNS = {
 }
 
 
-def modelled(config: train.Config, codec: str, counts: Sequence[int]) -> dict[int, Moved]:
+def modelled(config: Config, codec: str, counts: Sequence[int]) -> dict[int, Moved]:
     """What each of so many workers moves in a step, by the ledger's model with messages of real size.
 
     One process trains with the total batch, without compression. At some steps the gradient of one worker's share at
     these weights is encoded; messages of sizes between theirs are what the model moves.
     """
-    config = replace(config, workers=(1,), codecs=(codec,), resume=False)
-    [run] = train.check(config)
-    dataset, model = train.load(config)
-    probes = {workers: copy.deepcopy(model) for workers in counts}
+    source = load(config)
+    alone = Run(codec, 1, config.batch_of_each(1))
+    task, model = task_of(source, config, alone, 0), build(config, source)
+    optimizer, steps = optimizer_of(model, config), config.epochs * task.epoch_steps
+    shares = {
+        workers: task_of(source, config, Run(codec, workers, config.batch_of_each(workers)), 0) for workers in counts
+    }
     sizes: dict[int, list[Messages]] = {workers: [] for workers in counts}
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum)
-    steps = config.epochs * (len(dataset.train_y) // run.batch)
-    epochs = (train.shares(len(dataset.train_y), run, 0, config.seed, epoch) for epoch in range(config.epochs))
     with contextlib.ExitStack() as stack:
-        sessions = {w: stack.enter_context(train.instrument(probe, config, run)) for w, probe in probes.items()}
-        for step, batch in enumerate(itertools.chain.from_iterable(epochs)):
+        probes = {workers: copy.deepcopy(model) for workers in counts}
+        sessions = {w: stack.enter_context(session_of(probe, config, alone)) for w, probe in probes.items()}
+        for step in range(steps):
             for workers, probe in probes.items() if step % max(1, steps // _PROBES) == 0 else ():
                 probe.load_state_dict(model.state_dict())
-                share = batch[: config.batch_of_each(workers)]
                 for _ in range(2 if step == 0 else 1):  # a session's first message describes itself
-                    _backward(probe, dataset, share)
+                    shares[workers].loss(probe, step).backward()  # type: ignore[no-untyped-call]
                 sizes[workers].append(sessions[workers].messages())
-            optimizer.param_groups[0]["lr"] = train.learning_rate(config, step / steps)
-            _backward(model, dataset, batch)
+            optimizer.param_groups[0]["lr"] = learning_rate(config, step / steps)
+            task.loss(model, step).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
     return {workers: predict("gather", _mean(sizes[workers]), workers, 0) for workers in counts}
-
-
-def _backward(model: nn.Module, dataset: data.Dataset, chosen: Tensor) -> None:
-    F.cross_entropy(model(dataset.train_x[chosen]), dataset.train_y[chosen]).backward()  # type: ignore[no-untyped-call]
 
 
 def _mean(messages: Sequence[Messages]) -> Messages:
@@ -84,14 +78,14 @@ def _mean(messages: Sequence[Messages]) -> Messages:
     return replace(messages[0], up=(round(up),))
 
 
-def measured(config: train.Config) -> list[Summary]:
+def measured(config: Config) -> list[Summary]:
     """Train all combinations in real processes."""
     with contextlib.redirect_stdout(io.StringIO()):  # its table is part of the report
         train.train_all(config)
     return load_summary(config.out)
 
 
-def table(config: train.Config, beyond: Sequence[int]) -> Table:
+def table(config: Config, beyond: Sequence[int]) -> Table:
     """A line for each codec and number of workers."""
     found = {(s.codec, s.workers): s for s in measured(config)}
     rows: list[list[Cell]] = []
@@ -141,7 +135,7 @@ def summary(scaling: Table) -> list[str]:
     return sentences
 
 
-def build(options: argparse.Namespace) -> Report:
+def build_report(options: argparse.Namespace) -> Report:
     """The report of the command's options.
 
     Raises:
@@ -149,7 +143,7 @@ def build(options: argparse.Namespace) -> Report:
     """
     if max(options.workers) > _MOST:
         raise ReportError(f"--workers {max(options.workers)}: real processes go to {_MOST}; give more as --beyond")
-    config = train.Config(
+    config = Config(
         workers=tuple(options.workers),
         codecs=tuple(options.codecs),
         model=options.model,
@@ -197,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a missing worker")
-    report.run(parser, build, arguments)
+    report.run(parser, build_report, arguments)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ ALLOWED = {
     "isgq.aggregate": {"isgq.core", "isgq.agreement", "isgq.correspondence", "isgq.records", *STAGES},
     "models": {"models"},
     "data": {"data"},
-    "analysis": {"isgq", "models", "data", "analysis", "train"},
+    "analysis": {"isgq", "models", "data", "training", "analysis", "train"},
     "benchmarks": {"isgq", "models", "data", "analysis", "benchmarks"},
     "training": {"isgq", "models", "data", "analysis", "training"},
     "train": {"isgq", "models", "data", "analysis", "training"},

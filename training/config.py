@@ -1,13 +1,13 @@
 """The command line as one dataclass, and one run of it."""
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from analysis.runs import run_name
 from isgq.core.errors import OptionError
 
 
@@ -101,9 +101,7 @@ class Run:
     @property
     def name(self) -> str:
         """Names its files and its lines in the metrics."""
-        passes = "" if self.aggregate == "gather" else f"-{self.aggregate}-{self.down}"
-        passes += f"-local={self.local_steps}" if self.local_steps is not None else ""
-        return f"{re.sub(r'[^A-Za-z0-9._=]+', '-', self.codec + passes).strip('-')}-{self.workers}x{self.batch}"
+        return run_name(self.codec, self.workers, self.batch, self.aggregate, self.down, self.local_steps)
 
     @property
     def processes(self) -> int:
