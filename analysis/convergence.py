@@ -163,9 +163,9 @@ def summary(runs: Sequence[Run], table: Table, links: dict[str, Link]) -> list[s
 def _notes(compute: float) -> list[str]:
     return [
         "Bytes are measured by the session's ledger on the first worker, all headers counted.",
-        "Modelled time: steps x compute + exchanges x (max(sent, received) / bandwidth + rounds x latency), with nothing "
-        f"else on the link and {compute:g} seconds of compute a step. It is a model; the measured seconds, on one machine "
-        "whose processes share its cores, are in the table.",
+        "Modelled time: steps x compute + exchanges x (max(sent, received) / bandwidth + rounds x latency), if nothing "
+        f"else uses the link, with {compute:g} seconds of compute a step. It is a model; the measured seconds, on one "
+        "machine whose processes share its cores, are in the table.",
     ]
 
 
