@@ -56,6 +56,7 @@ NAMES: Mapping[str, str] = {
     "terngrad": "TernGrad (Wen et al. 2017)",
     "qsgd": "QSGD (Alistarh et al. 2017)",
     "dithered": "DQSG, dithered quantization (Abdi and Fekri 2019)",
+    "ecsq": "ECSQ, entropy-coded scalar quantization (Zamir and Feder 1992)",
     "nested_dithered": "NDQSG, nested dithered quantization (Abdi and Fekri 2019)",
     "lloyd_max": "Lloyd-Max quantization (Max 1960, Lloyd 1982)",
     "qcs": "QCS, quantized compressive sampling (Abdi and Fekri 2020)",
@@ -70,6 +71,7 @@ NAMES: Mapping[str, str] = {
     "minimum_variance": "ISGQ, minimum variance, MV (Abdi and Fekri 2020)",
     "minimum_variance_unbiased": "ISGQ, minimum variance unbiased, MVU (Abdi and Fekri 2020)",
     "rotated": "rotated factors (isgq)",
+    "subspace": "common subspace (isgq)",
 }
 
 
