@@ -38,6 +38,7 @@ SPECS = (
     "naive:levels=2",
     "minimum_variance:levels=2",
     "minimum_variance_unbiased:levels=2",
+    "balanced",
     "rotated",
     "rotated:mode=mmse,nmse=0.085",
 )
@@ -70,6 +71,7 @@ NAMES: Mapping[str, str] = {
     "naive": "ISGQ, naive (Abdi and Fekri 2020)",
     "minimum_variance": "ISGQ, minimum variance, MV (Abdi and Fekri 2020)",
     "minimum_variance_unbiased": "ISGQ, minimum variance unbiased, MVU (Abdi and Fekri 2020)",
+    "balanced": "balanced factors (isgq)",
     "rotated": "rotated factors (isgq)",
     "subspace": "common subspace (isgq)",
 }

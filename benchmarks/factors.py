@@ -1,6 +1,6 @@
 """Bytes and errors of codecs of factors on one gradient: ``python -m benchmarks.factors [SPEC ...]``.
 
-The gradient is that of a network after some steps (:mod:`benchmarks.gradients`), all layers in one message without a
+The gradient is that of a network after some steps (:mod:`analysis.gradients`), all layers in one message without a
 template. The error is the squared one of all weights over their squared norm, mean over keys.
 """
 
@@ -9,7 +9,7 @@ import argparse
 import torch
 
 import data
-from benchmarks.gradients import capture_gradients, weight_numel
+from analysis.gradients import capture_gradients, weight_numel
 from isgq.core.codec import PairCodec
 from isgq.core.keys import Key
 from isgq.core.payload import LowRank
