@@ -1,10 +1,10 @@
-# make setup | data | demo | test | lint | fuzz | bench | reproduce: each sets up what it needs in .venv
+# make setup | data | demo | test | lint | docs | fuzz | bench | reproduce: each sets up what it needs in .venv
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup data demo test lint format fuzz bench reproduce clean
+.PHONY: setup data demo test lint format docs fuzz bench reproduce clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,11 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "read build/site/index.html; with search: $(BIN)/mkdocs serve"
 
 fuzz: setup
 	$(BIN)/python -m tests.fuzz_wire --mutations 100000
