@@ -48,6 +48,7 @@ def check(config: Config) -> list[Run]:
         ("sequence", config.sequence is None or config.sequence >= 1, "1 or more"),
         ("epoch-steps", config.epoch_steps is None or config.epoch_steps >= 1, "1 or more"),
         ("local-steps", config.local_steps is None or config.local_steps >= 1, "1 or more"),
+        ("telemetry", config.telemetry is None or config.telemetry >= 1, "1 or more"),
         ("clip", config.clip is None or 0 < config.clip < math.inf, "positive"),
         ("momentum", 0 <= config.momentum < 1, "in [0, 1)"),
         ("timeout", 0 < config.timeout < math.inf, "positive"),
@@ -83,7 +84,7 @@ def check_codec(codec: str, config: Config) -> None:
     if config.local_steps is None:
         choose(codec, config.dense, "tensor", config.aggregate, config.down, config.memory, config.max_staleness)
         return
-    for name in ("dense", "aggregate", "down", "memory", "max_staleness", "routes"):
+    for name in ("dense", "aggregate", "down", "memory", "max_staleness", "routes", "telemetry"):
         if getattr(config, name) != getattr(Config, name):
             option = name.replace("_", "-")
             raise OptionError(f"--local-steps averages changes of the model, all by --codec: leave --{option} out")
@@ -95,7 +96,7 @@ def prepare(config: Config, runs: Sequence[Run]) -> None:
     """Make the folder; without --resume, remove what an earlier command left of the same names."""
     config.out.mkdir(parents=True, exist_ok=True)
     if not config.resume:
-        of_runs = [f"{run.name}{end}" for run in runs for end in (".pt", ".plan.txt")]
+        of_runs = [f"{run.name}{end}" for run in runs for end in (".pt", ".plan.txt", ".telemetry.jsonl")]
         for name in ("metrics.jsonl", "summary.json", *of_runs):
             (config.out / name).unlink(missing_ok=True)
 

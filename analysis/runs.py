@@ -57,11 +57,27 @@ def run_name(codec: str, workers: int, batch: int, aggregate: str, down: str, lo
     return f"{re.sub(r'[^A-Za-z0-9._=]+', '-', codec + passes).strip('-')}-{workers}x{batch}"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new content, never half of it."""
+def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
+    """Write a file so that a reader finds the old or the new content, never half of it, also after a crash.
+
+    Where it fails, as on a full disk, the old file stays and nothing else is left.
+    """
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":  # the new name must outlive a crash, too
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def save_summary(folder: Path, summaries: Sequence[Summary]) -> None:

@@ -12,6 +12,7 @@ from isgq.forecast import Forecast, plan
 from isgq.instrumenting import instrument
 from isgq.masters import MasterWeights
 from isgq.session import Session
+from isgq.telemetry import Telemetry
 from isgq.version import __version__
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Key",
     "MasterWeights",
     "Session",
+    "Telemetry",
     "__version__",
     "choose_codecs",
     "codec",

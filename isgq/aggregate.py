@@ -28,12 +28,13 @@ from isgq.core.keys import Key
 from isgq.core.payload import Factors, LowRank
 from isgq.correspondence import Correspondence
 from isgq.exchange import Exchange
-from isgq.records import Carrier, DirectCarrier, Record, Unfinished, finish, scatter
+from isgq.records import Carrier, DirectCarrier, Record, Unfinished, finish, ledger_name, scatter
 from isgq.wire.format import FRAME_BYTES
 from isgq.wire.header import NEW_PLAN, NO_PARAMETER, Header, Status, header_size
 
 AggregateName = Literal["gather", "two_pass", "server", "async"]
 NOTHING = torch.empty(0, dtype=torch.uint8)
+Observer = Callable[["Gather", "Step", Sequence[tuple[Carrier, Record]]], None]  # of what a rank is about to send
 
 
 @dataclass(frozen=True)
@@ -112,16 +113,20 @@ class Gather:
 
     Attributes:
         servers: how many ranks have a shard.
+        rank: this one.
         sizes: bytes of this step's records that this rank has handed over, by parameter.
         up: bytes of this step's messages about each shard, this rank's own included.
         down: bytes of this step's replies about each shard.
         rounds: how often the ranks exchange messages in a step.
+        staleness: how many updates old this rank's last gradient was when it was applied; 0 for ranks in step.
+        observer: called in every step before the ranks agree, or None.
     """
 
-    rounds = 1
+    rounds, staleness = 1, 0
+    observer: Observer | None = None
 
     def __init__(self, exchange: Exchange, codec: Codec | None = None, pair: PairCodec | None = None) -> None:
-        self.servers, self.sizes = 1, Counter[str]()
+        self.servers, self.rank, self.sizes = 1, exchange.rank, Counter[str]()
         self.up: Sequence[int] = ()
         self.down: Sequence[int] = ()
         self._memories: dict[str, Stateful] = {}
@@ -146,7 +151,13 @@ class Gather:
                     records.append((carrier, carrier.encode(step.gradients, key)))
             overhead = header_size(len(step.names), self._messages) + FRAME_BYTES * self.servers
             done = finish([record for _, record in records], overhead, step.say)
-            return self._pack(step, [(carrier, record) for (carrier, _), record in zip(records, done, strict=True)])
+            ready = [(carrier, record) for (carrier, _), record in zip(records, done, strict=True)]
+            outgoing = self._pack(step, ready)
+            if self.observer is not None:
+                self.observer(self, step, ready)
+                if "common" in self._memories:  # what it has decoded, no other rank has heard
+                    self._memories["common"].rollback()
+            return outgoing
         except NonFiniteError as error:
             return Outgoing(status=Status.NON_FINITE, parameter=step.position(name), error=error)
         except Exception as error:
@@ -163,7 +174,7 @@ class Gather:
         keys = step.keys(carriers, self._exchange.rank)
         message, sizes = self._correspondence.write(carriers, [record for _, record in records], keys)
         for carrier, size in zip(carriers, sizes, strict=True):
-            self.sizes[carrier.rows[0].name if len(carrier.names) == 1 else carrier.name] += size * copies
+            self.sizes[ledger_name(carrier)] += size * copies
         return message
 
     def agree(self, step: Step, outgoing: Outgoing) -> list[Header]:

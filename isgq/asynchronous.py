@@ -71,7 +71,7 @@ class Worker(Gather):
     ) -> None:
         super().__init__(exchange, up)
         self._channel, self._down, self._parameters = channel, down, parameters
-        self._replica = masters(parameters)
+        self._replica, self._follows = masters(parameters), 0  # the server's update that the replica comes from
         self.done = False
 
     def agree(self, step: Step, outgoing: Outgoing) -> list[Header]:
@@ -91,6 +91,7 @@ class Worker(Gather):
         self.done = header.status is Status.DONE
         if not self.done:
             check_headers([replace(header, step=step.number)], step.names)
+            self.staleness, self._follows = header.step - 1 - self._follows, header.step
             replies, theirs = replies_of(step.carriers, self._down), replace(step, number=header.step)
             records = self._read(theirs, replies, message, self._exchange.rank)
             for name, change in decode_reply(replies, records).items():

@@ -8,7 +8,7 @@ what arrives from the other ranks. Padding and length exchanges count.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Generic, Protocol, TypeVar
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isgq.core.errors import ExchangeError
+from isgq.core.errors import ExchangeError, IsgqError
 
 _T = TypeVar("_T")
 _COUNTING = threading.Lock()  # a server uses its channels from several threads
@@ -220,18 +220,28 @@ class TorchExchange:
 
         return Pending(lambda: self._finish(work, write))
 
-    def _start(self, launch: Callable[[], dist.Work | None]) -> dist.Work | None:
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Collectives of torch.distributed inside fail with the error of these.
+
+        Raises:
+            ExchangeError: one did.
+        """
         try:
-            return launch()
+            yield
+        except IsgqError:
+            raise
         except RuntimeError as error:
             raise self._failure(error) from error
 
+    def _start(self, launch: Callable[[], dist.Work | None]) -> dist.Work | None:
+        with self.guarded():
+            return launch()
+
     def _finish(self, work: dist.Work | None, result: Callable[[], _T]) -> _T:
-        try:
+        with self.guarded():
             if work is not None:
                 work.wait()
-        except RuntimeError as error:
-            raise self._failure(error) from error
         return result()
 
     def _failure(self, error: RuntimeError) -> ExchangeError:

@@ -77,6 +77,11 @@ def scatter(rows: Sequence[Rows], flat: Tensor, means: MutableMapping[str, Tenso
         target.copy_(part.reshape(target.shape))
 
 
+def ledger_name(carrier: "Carrier") -> str:
+    """The parameter that a carrier's bytes are counted for, or what stands for several."""
+    return carrier.rows[0].name if len(carrier.names) == 1 else carrier.name
+
+
 def names_of(unit: Unit) -> Sequence[str]:
     """Parameter names of a unit: its weight, then its riding bias."""
     return [unit.name] if unit.bias_name is None else [unit.name, unit.bias_name]

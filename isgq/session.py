@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from isgq.aggregate import Gather, Outgoing, Step, aggregation, once, replies_of
+from isgq.aggregate import Gather, Observer, Outgoing, Step, aggregation, once, replies_of
 from isgq.agreement import check_introductions, check_replicas, introduce, plan_digest, replica_digests
 from isgq.asynchronous import SERVER, Server, Service, Worker, check_bound
 from isgq.auto import Sizes
@@ -280,6 +280,10 @@ class Session:
         pieces = [*sizes.items(), *((w.name, w.parameter.numel() * w.parameter.element_size()) for w in dense)]
         whole = sum(p.numel() * p.element_size() for p in self._parameters.values())
         self.traffic.record(sent, received, pieces, whole)
+
+    def observe(self, observer: Observer | None) -> None:
+        """Show each step's records to an observer, such as :class:`isgq.Telemetry`; None ends that."""
+        self._aggregate.observer = observer
 
     def messages(self) -> Messages:
         """Sizes of the last step's messages, for :func:`isgq.bandwidth.predict`."""

@@ -67,6 +67,8 @@ class Config:
     """folder for results; those of an earlier command are replaced"""
     resume: bool = False
     """go on from the checkpoints in --out"""
+    telemetry: int | None = None
+    """every so many steps, write what compression does to each parameter; isgq.watch shows it"""
     timeout: float = 60.0
     """seconds to wait for a missing worker"""
 

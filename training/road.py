@@ -39,8 +39,8 @@ class Road(Protocol):
 
 
 def session_of(model: nn.Module, config: Config, run: Run) -> isgq.Session:
-    """The session of a run."""
-    return isgq.instrument(
+    """The session of a run, observed where that is wanted."""
+    session = isgq.instrument(
         model,
         run.codec,
         dense=config.dense,
@@ -51,6 +51,9 @@ def session_of(model: nn.Module, config: Config, run: Run) -> isgq.Session:
         routes=config.routes,
         seed=config.seed,
     )
+    if config.telemetry is not None:
+        isgq.Telemetry(session, config.telemetry, config.out / f"{run.name}.telemetry.jsonl")
+    return session
 
 
 def road_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, run: Run) -> Road:

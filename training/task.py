@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import data
 import models
 from isgq.core.errors import OptionError
+from isgq.exchange import TorchExchange
 from training.config import Config, Run
 from training.images import Images
 from training.language import SEQUENCE, Language
@@ -90,13 +91,15 @@ def evaluate(task: Task, model: nn.Module, rank: int, workers: int) -> tuple[flo
     Buffers, such as batch norm's statistics, become the first worker's: gradients in training do not depend on them.
     """
     if workers > 1:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
+        with TorchExchange().guarded():
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
     model.eval()
     sums = task.score(model, rank, workers).double()
     model.train()
     if workers > 1:
-        dist.all_reduce(sums)
+        with TorchExchange().guarded():
+            dist.all_reduce(sums)
     loss, right, count = sums.tolist()
     return loss / count, right / count
 
@@ -104,5 +107,6 @@ def evaluate(task: Task, model: nn.Module, rank: int, workers: int) -> tuple[flo
 def mean_over_workers(*values: float) -> list[float]:
     """The same numbers on every worker; waits for all of them."""
     mean = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(mean)
+    with TorchExchange().guarded():
+        dist.all_reduce(mean)
     return [value / dist.get_world_size() for value in mean.tolist()]
