@@ -51,6 +51,7 @@ def check(config: Config) -> list[Run]:
         ("telemetry", config.telemetry is None or config.telemetry >= 1, "1 or more"),
         ("clip", config.clip is None or 0 < config.clip < math.inf, "positive"),
         ("momentum", 0 <= config.momentum < 1, "in [0, 1)"),
+        ("seed", 0 <= config.seed < 2**63, "in [0, 2^63)"),
         ("timeout", 0 < config.timeout < math.inf, "positive"),
     ):
         if not fine:

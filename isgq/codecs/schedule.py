@@ -70,6 +70,8 @@ def _at(spec: str, step: int) -> Codec:
     fixed = []
     for option in options:
         field, _, text = option.partition("=")
+        if "->" in field:
+            raise OptionError(f"option {option.strip()!r} of {spec!r} has no name: write option=start->end@steps")
         fixed.append(f"{field}={schedule_value(text, step)}")
     built = codec(name + (f"({inner})" if inner is not None else "") + (":" + ",".join(fixed) if fixed else ""))
     if not isinstance(built, Codec):
