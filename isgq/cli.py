@@ -1,6 +1,6 @@
 """The command ``isgq``: ``isgq plan --model lenet --data fashion --batch 32 --workers 8 --link 100Mbit/s+1ms``.
 
-``isgq doctor`` is in :mod:`isgq.doctor`.
+``isgq doctor`` is in :mod:`isgq.doctor`, ``isgq watch`` in :mod:`isgq.watch`.
 
 Models and data by name are those of the packages ``models`` and ``data`` beside this library's source. Your own model
 is ``--model package.module:factory --input-shape 3,32,32``, where the factory takes no arguments.
@@ -23,6 +23,8 @@ from isgq.core.errors import IsgqError, OptionError
 from isgq.doctor import configure as configure_doctor
 from isgq.doctor import run as run_doctor
 from isgq.forecast import plan
+from isgq.watch import configure as configure_watch
+from isgq.watch import run as run_watch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.insert(0, os.getcwd())  # as python -m does
     try:
         status: int = options.run(options)
-    except (ImportError, ValueError, IsgqError) as error:
+    except (ImportError, ValueError, OSError, IsgqError) as error:
         print(f"isgq {options.command}: {error}", file=sys.stderr)
         return 2
     return status
@@ -64,6 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--error", type=float, help="largest squared error of the mean gradient, relative (default: 0.25)")
     add("--steps", type=int, default=0, help="of SGD before, because first gradients are not like later ones")
     add("--json", action="store_true", help="print everything that was predicted, of every codec")
+    words = "show a run's telemetry as it grows"
+    watch = commands.add_parser("watch", help=words, description=words)
+    configure_watch(watch)
+    watch.set_defaults(run=run_watch)
     return parser
 
 

@@ -7,8 +7,7 @@ All ranks may write to one file: every observed step of every rank is one line, 
     {"step": 50, "rank": 0, "staleness": 0, "parameters": {"0.weight": {"bytes": 812, "gradient": 0.31, ...}}}
 
 A step that the ranks refused, or that a resumed run takes again, has its line again: the last one counts. Nothing is
-measured, kept or written in the steps between, and a session without telemetry does not know of it. In a common
-subspace (:mod:`isgq.rounds`) the numbers are those of the second round: of coefficients, in the place of gradients.
+measured, kept or written in the steps between, and a session without telemetry does not know of it.
 """
 
 import json
@@ -127,7 +126,8 @@ class Telemetry:
             the package ``tensorboard``. None for none.
 
     Raises:
-        OptionError: ``every`` is not positive, or the file cannot be written.
+        OptionError: ``every`` is not positive, the file cannot be written, or the session's messages are of a common
+            subspace, where no record is one of a gradient.
     """
 
     def __init__(
@@ -139,6 +139,8 @@ class Telemetry:
     ) -> None:
         if every < 1:
             raise OptionError(f"every={every} of Telemetry must be 1 step or more")
+        if session.messages().rounds > 1:
+            raise OptionError("telemetry is for records of gradients: it cannot observe a session with codec subspace")
         self._every, self._board = every, board
         self._path = Path(path) if path is not None else None
         try:

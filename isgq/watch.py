@@ -1,4 +1,4 @@
-"""Shows a run's telemetry in the terminal as it grows: ``python -m isgq.watch runs/demo``.
+"""Shows a run's telemetry in the terminal as it grows: ``isgq watch runs/demo``.
 
 RUN is a file that :class:`isgq.Telemetry` writes, or a folder, of whose ``*telemetry.jsonl`` the latest is shown. The
 numbers are means over the ranks that wrote the last observed step; bytes are the sum.
@@ -19,17 +19,17 @@ _TAIL = 4 << 20  # bytes of a file's end that are looked at; a line of a thousan
 _HOME = "\x1b[H\x1b[2J"  # clear the terminal
 
 
-def find(run: Path) -> Path:
+def find(source: Path) -> Path:
     """The file to show.
 
     Raises:
         OptionError: there is none.
     """
-    if run.is_file():
-        return run
-    files = sorted(run.glob("*telemetry.jsonl"), key=lambda path: path.stat().st_mtime)
+    if source.is_file():
+        return source
+    files = sorted(source.glob("*telemetry.jsonl"), key=lambda path: path.stat().st_mtime)
     if not files:
-        raise OptionError(f"no telemetry in {run}: train with train.py --telemetry 50, or isgq.Telemetry(session)")
+        raise OptionError(f"no telemetry in {source}: train with train.py --telemetry 50, or isgq.Telemetry(session)")
     return files[-1]
 
 
@@ -89,30 +89,44 @@ def _mean(measures: Sequence[Mapping[str, Any]], key: str) -> float:
     return fmean(values) if values else float("nan")
 
 
-def main(arguments: Sequence[str] | None = None, sleep: Callable[[float], None] = time.sleep) -> int:
-    """Run the command: 0, also after Ctrl-C; 2 where there is nothing to show.
-
-    Args:
-        arguments: of the command line; by default this process'.
-        sleep: waits between two looks.
-    """
-    parser = argparse.ArgumentParser(prog="isgq watch", description="Show a run's telemetry as it grows.")
-    parser.add_argument("run", type=Path, help="a folder, such as train.py's --out, or a file of telemetry")
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Of the command."""
+    parser.add_argument("source", metavar="RUN", type=Path, help="a folder, such as train.py's --out, or a file of telemetry")
     parser.add_argument("--refresh", type=float, default=1.0, help="seconds between two looks (default: %(default)s)")
     parser.add_argument("--once", action="store_true", help="show it once and end")
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, sleep: Callable[[float], None] = time.sleep) -> int:
+    """Show it until Ctrl-C; returns the exit status. OptionError or OSError where there is nothing to show.
+
+    Args:
+        options: of the command line.
+        sleep: waits between two looks.
+    """
     try:
         while True:
-            path = find(options.run)
+            path = find(options.source)
             print((_HOME if sys.stdout.isatty() else "") + show(read(path), path.name), flush=True)
             if options.once:
                 return 0
             sleep(max(options.refresh, 0.1))
+    except KeyboardInterrupt:
+        return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status.
+
+    Args:
+        arguments: of the command line; by default this process'.
+    """
+    parser = argparse.ArgumentParser(prog="isgq watch", description="show a run's telemetry as it grows")
+    configure(parser)
+    try:
+        return run(parser.parse_args(arguments))
     except (OptionError, OSError) as error:
         print(f"isgq watch: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Telemetry: its numbers are those of the definitions, it changes no bit of the training, and the terminal shows it."""
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,23 @@ import torch.distributed as dist
 from torch import nn
 
 import isgq
-from isgq import watch
+from isgq import cli, watch
 from isgq.core.errors import OptionError
 from isgq.launch import launch
 
 TOP_K = "error_feedback(top_k:k=0.25)"
-LEARNED = "rotated:ratio=4,bases=learned"
+LEARNED = "rotated:nmse=1.0,bases=learned"
 
 
 def make() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    return nn.Sequential(nn.Linear(16, 12), nn.LayerNorm(12), nn.Linear(12, 9))
 
 
 def train(session: isgq.Session, model: nn.Module, steps: int, rank: int = 0) -> None:
     for step in range(steps):
         generator = torch.Generator().manual_seed(10 * step + rank)
-        model(torch.randn(4, 6, generator=generator)).square().sum().backward()
+        model(torch.randn(4, 16, generator=generator)).square().sum().backward()
         with torch.no_grad():
             for p in model.parameters():
                 if p.grad is not None:
@@ -53,7 +54,7 @@ def test_numbers_are_those_of_the_definitions(tmp_path: Path) -> None:
     model = make()
     with isgq.instrument(model, TOP_K) as session:
         isgq.Telemetry(session, every=1, path=tmp_path / "t.jsonl")
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
         with session.no_sync():
             model(x).square().sum().backward()
         grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -76,13 +77,13 @@ def test_what_travels_as_it_is_has_no_error_and_a_zero_gradient_has_none_to_spea
     model, board = make(), Board()
     with isgq.instrument(model, "dense") as session:
         isgq.Telemetry(session, every=1, path=tmp_path / "t.jsonl", board=board)
-        (model(torch.ones(2, 6)) * 0).sum().backward()
+        (model(torch.ones(2, 16)) * 0).sum().backward()
         train(session, model, 1)
     zero, first = (line["parameters"]["0.weight"] for line in lines(tmp_path / "t.jsonl"))
-    assert (zero["bytes"], zero["gradient"], zero["nmse"], zero["cosine"]) == (120, 0, None, None)
-    assert (first["bytes"], first["nmse"], first["memory"]) == (120, 0, 0)
+    assert (zero["bytes"], zero["gradient"], zero["nmse"], zero["cosine"]) == (768, 0, None, None)
+    assert (first["bytes"], first["nmse"], first["memory"]) == (768, 0, 0)
     assert first["cosine"] == pytest.approx(1)
-    assert ("isgq/bytes/0.weight", 120, 1) in board.points
+    assert ("isgq/bytes/0.weight", 768, 1) in board.points
     assert ("isgq/nmse/0.weight", 0.0, 1) in board.points
     assert not [tag for tag, _, step in board.points if step == 0 and "nmse" in tag]
 
@@ -111,6 +112,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
             isgq.Telemetry(session, every=0)
         with pytest.raises(OptionError, match="choose another path"):
             isgq.Telemetry(session, path=tmp_path)
+    with isgq.instrument(make(), "subspace:rank=2") as session, pytest.raises(OptionError, match="codec subspace"):
+        isgq.Telemetry(session, path=None)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -149,7 +152,7 @@ def test_observing_one_rank_changes_no_bit_on_any(runs: tuple[Path, list[dict[st
     written = lines(folder / f"{name}.jsonl")
     assert [(line["step"], line["rank"]) for line in written] == [(0, 1), (2, 1), (4, 1)]
     for line in written:
-        assert {"0.weight", "1.weight", "2.weight"} <= set(line["parameters"])
+        assert {"0.weight", "2.weight"} <= set(line["parameters"])
         for each in line["parameters"].values():
             assert each["bytes"] >= 0  # in two passes, this rank's share of the gradient stays here
             assert each["nmse"] >= 0
@@ -166,7 +169,7 @@ def test_the_terminal_shows_the_last_step_of_all_ranks(tmp_path: Path, capsys: p
     path = tmp_path / "a.telemetry.jsonl"
     torn = "{torn\n[1]\n" + '{"parameters": 3}\n' + '{"step": 9'
     path.write_text(entry(3, 0, 7, 9.0) + entry(6, 0, 1000, 0.25) + entry(6, 1, 500, 0.75) + torn)
-    assert watch.main([str(tmp_path), "--once"]) == 0
+    assert cli.main(["watch", str(tmp_path), "--once"]) == 0
     first, _, row = capsys.readouterr().out.splitlines()
     assert first == "a.telemetry.jsonl: step 6, 2 rank(s), 1,500 bytes sent, staleness 2"
     assert row.split() == ["0.weight", "1,500", "0.5", "0.500", "1", "0.25"]
@@ -184,7 +187,7 @@ def test_the_terminal_follows_what_grows_and_ends_with_control_c(
             raise KeyboardInterrupt
         path.write_text(more)
 
-    assert watch.main([str(path)], sleep) == 0
+    watch.run(argparse.Namespace(source=path, refresh=1.0, once=False), sleep)
     output = capsys.readouterr().out
     assert "nothing observed yet" in output
     assert "step 1" in output
@@ -192,5 +195,6 @@ def test_the_terminal_follows_what_grows_and_ends_with_control_c(
 
 
 def test_a_run_without_telemetry_is_told_how_to_get_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert watch.main([str(tmp_path)]) == 2
-    assert "--telemetry" in capsys.readouterr().err
+    for main in (watch.main, lambda arguments: cli.main(["watch", *arguments])):
+        assert main([str(tmp_path)]) == 2
+        assert "--telemetry" in capsys.readouterr().err
