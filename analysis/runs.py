@@ -60,7 +60,8 @@ def run_name(codec: str, workers: int, batch: int, aggregate: str, down: str, lo
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
     """Write a file so that a reader finds the old or the new content, never half of it, also after a crash.
 
-    Where it fails, as on a full disk, the old file stays and nothing else is left.
+    Raises:
+        OSError: it cannot be written, as on a full disk; the old file stays, and nothing else is left.
     """
     partial = path.with_name(path.name + ".partial")
     try:

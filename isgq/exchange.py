@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isgq.core.errors import ExchangeError, IsgqError
+from isgq.core.errors import ExchangeError
 
 _T = TypeVar("_T")
 _COUNTING = threading.Lock()  # a server uses its channels from several threads
@@ -229,8 +229,6 @@ class TorchExchange:
         """
         try:
             yield
-        except IsgqError:
-            raise
         except RuntimeError as error:
             raise self._failure(error) from error
 

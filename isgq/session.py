@@ -156,10 +156,8 @@ class Session:
         """
         self._present = [True] * self._exchange.world_size
         yield
-        if self._choice.aggregate == "async":
-            return  # asynchronous workers wait for nobody
-        while self._step_together(Status.DONE):
-            pass
+        while self._choice.aggregate != "async" and self._step_together(Status.DONE):
+            pass  # asynchronous workers wait for nobody
         if not all(self._present):
             self._copy_from(self._present.index(True))
 
@@ -251,8 +249,7 @@ class Session:
 
     def _step(self) -> Step:
         digest = plan_digest(self._choice.spec, [line.codec or line.route for line in self.plan.lines])
-        used = [self._windows[name].touched for name in self._names]
-        gradients = Contributions(self._windows)
+        used, gradients = [self._windows[name].touched for name in self._names], Contributions(self._windows)
         return Step(self.step, digest, self._seed, self._names, used, self._carriers, gradients, self._say)
 
     def _is_dense(self, name: str) -> bool:
@@ -367,11 +364,9 @@ class Session:
         rank, ranks = self._exchange.rank, self._exchange.world_size
         own = pick(states, {"seed": self._seed, "codec": self._choice.spec}, rank, ranks, resize)
         plan = Plan(tuple(Line(**line) for line in own["plan"]))
-        unknown = [line.name for line in plan.lines if line.name not in self._parameters]
-        if unknown:
+        if unknown := [line.name for line in plan.lines if line.name not in self._parameters]:
             raise MismatchError(f"the state was saved for another model: it has {', '.join(unknown)}")
-        self.step, self.plan = int(own["step"]), plan
-        self._carriers = []
+        self.step, self.plan, self._carriers = int(own["step"]), plan, []
         memories = own["memory"]
         if own["world_size"] != ranks:
             memories, report = resized(states, self._shards, rank, ranks, resize)

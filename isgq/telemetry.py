@@ -148,7 +148,9 @@ class Telemetry:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._path.open("ab").close()
         except OSError as error:
-            raise OptionError(f"telemetry cannot be written to {path}: {error.strerror}; choose another path") from error
+            raise OptionError(
+                f"telemetry cannot be written to {path}: {error.strerror}; choose another path"
+            ) from error
         session.observe(self._observe)
 
     def _observe(self, aggregate: Gather, step: Step, records: Sequence[tuple[Carrier, Record]]) -> None:

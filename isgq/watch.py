@@ -71,7 +71,8 @@ def show(entries: Sequence[Mapping[str, Any]], name: str) -> str:
     total = sum(each["bytes"] for measures in of.values() for each in measures)
     width = max(map(len, ["parameter", *of]))
     lines = [
-        f"{name}: step {step}, {len(ranks)} rank(s), {total:,} bytes sent" + (f", staleness {staleness}" * bool(staleness)),
+        f"{name}: step {step}, {len(ranks)} rank(s), {total:,} bytes sent"
+        + (f", staleness {staleness}" * bool(staleness)),
         f"{'parameter':<{width}}  {'bytes':>12}  {'NMSE':>9}  {'cosine':>7}  {'gradient':>9}  {'memory':>9}",
     ]
     for parameter, measures in of.items():
@@ -91,7 +92,9 @@ def _mean(measures: Sequence[Mapping[str, Any]], key: str) -> float:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Of the command."""
-    parser.add_argument("source", metavar="RUN", type=Path, help="a folder, such as train.py's --out, or a file of telemetry")
+    parser.add_argument(
+        "source", metavar="RUN", type=Path, help="a folder, such as train.py's --out, or a file of telemetry"
+    )
     parser.add_argument("--refresh", type=float, default=1.0, help="seconds between two looks (default: %(default)s)")
     parser.add_argument("--once", action="store_true", help="show it once and end")
 

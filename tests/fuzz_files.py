@@ -144,7 +144,17 @@ def codec_strings(rng: random.Random, folder: Path) -> Outcomes:
 
 INTEGERS = (-(2**63), -1, 0, 1, 2, 3, 7, 2**31, 2**63, 2**200)
 NUMBERS = (math.nan, math.inf, -math.inf, -1.0, 0.0, 5e-324, 1e-3, 0.5, 1.0, 1e308)
-TEXTS = ("", ":", "fc:hidden=", "fc:hidden=0", "fc:hidden=-3", "fc:hidden=4-3", "fc:depth=2", "lenet", "lstm_lm:width=x")
+TEXTS = (
+    "",
+    ":",
+    "fc:hidden=",
+    "fc:hidden=0",
+    "fc:hidden=-3",
+    "fc:hidden=4-3",
+    "fc:depth=2",
+    "lenet",
+    "lstm_lm:width=x",
+)
 ODD: dict[str, tuple[Any, ...]] = {
     "workers": ((), *((number,) for number in INTEGERS)),
     "codecs": ((), *((name,) for name in (*EXAMPLES, "dense", "", "nope"))),
@@ -153,10 +163,10 @@ ODD: dict[str, tuple[Any, ...]] = {
     "down": (None, "", "one_bit", "isgq"),
     "model": TEXTS,
     "data": ("", "idx:", "idx:/nowhere", "sotu:x", "cifar10:/dev/null", "ptb:\0"),
-    **{name: (None, *INTEGERS) for name in ("max_staleness", "local_steps", "sequence", "total_batch")},
-    **{name: (None, *INTEGERS) for name in ("batch_per_worker", "epoch_steps", "telemetry")},
-    **{name: INTEGERS for name in ("epochs", "seed")},
-    **{name: NUMBERS for name in ("lr", "momentum", "timeout")},
+    **dict.fromkeys(("max_staleness", "local_steps", "sequence", "total_batch"), (None, *INTEGERS)),
+    **dict.fromkeys(("batch_per_worker", "epoch_steps", "telemetry"), (None, *INTEGERS)),
+    **dict.fromkeys(("epochs", "seed"), INTEGERS),
+    **dict.fromkeys(("lr", "momentum", "timeout"), NUMBERS),
     "clip": (None, *NUMBERS),
     "resume": (False, True),
     "standardize": (False, True),

@@ -7,7 +7,9 @@ import pytest
 from tests.fuzz_files import run
 
 
-@pytest.mark.parametrize(("target", "mutations"), [("checkpoint", 300), ("idx", 1000), ("codec", 2000), ("config", 300)])
+@pytest.mark.parametrize(
+    ("target", "mutations"), [("checkpoint", 300), ("idx", 1000), ("codec", 2000), ("config", 300)]
+)
 def test_whatever_comes_in_is_refused_or_valid(tmp_path: Path, target: str, mutations: int) -> None:
     outcomes = run(target, tmp_path, mutations, seed=1)
     refused = sum(number for outcome, number in outcomes.items() if "refused" in outcome)

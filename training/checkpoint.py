@@ -89,8 +89,6 @@ def read(path: Path) -> dict[str, Any]:
         _check_form(content, _FORM)
         for mine in content["workers"]:
             _check_form(mine, _OWN)
-    except MemoryError:
-        raise
     except Exception as error:  # whatever a hostile file makes the readers of torch raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from analysis.runs import write_atomically
+from isgq.core.errors import RankError
 from isgq.launch import launch
 from training.checkpoint import CheckpointError, check_resume, read, restore, save
 from training.config import Config, Run
@@ -26,7 +27,9 @@ class Memories:
     """The part of a road that a checkpoint knows."""
 
     def __init__(self) -> None:
-        self.state: dict[str, Any] = {"memory": torch.full((7,), float(dist.get_rank()) if dist.is_initialized() else 0)}
+        self.state: dict[str, Any] = {
+            "memory": torch.full((7,), float(dist.get_rank()) if dist.is_initialized() else 0)
+        }
         self.before: Callable[[], None] = lambda: None
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,7 +226,7 @@ def interrupted(folder: str, how: int) -> str:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_rank_that_ends_while_checkpointing_is_missed_and_the_last_good_one_stays(tmp_path: Path, how: int) -> None:
-    with pytest.raises(Exception, match="ExchangeError|killed"):
+    with pytest.raises(RankError, match=r"ExchangeError|killed"):
         launch(interrupted, 2, args=(str(tmp_path), how), timeout=5)
     assert (tmp_path / "said").read_text().startswith("ExchangeError: rank 0 of 2")
     assert read(tmp_path / "run.pt")["epoch"] == 1
