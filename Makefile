@@ -46,6 +46,7 @@ docs: setup
 
 fuzz: setup
 	$(BIN)/python -m tests.fuzz_wire --mutations 100000
+	for target in checkpoint idx codec config; do $(BIN)/python -m tests.fuzz_files $$target || exit 1; done
 
 bench: setup
 	$(BIN)/python -m benchmarks.codecs

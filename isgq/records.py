@@ -163,6 +163,7 @@ class FactorCarrier:
         windows: every parameter's window by name.
         server: see :class:`Carrier`.
         say: told, by name, of gradients whose pairs are missing or wrong.
+        distrusted: why this rank's gradient travels whole from now on; empty if it does not.
     """
 
     codec: PairCodec
@@ -170,6 +171,7 @@ class FactorCarrier:
     windows: Mapping[str, Window]
     server: int = 0
     say: Callable[[str], None] = lambda _: None
+    distrusted: str = ""
 
     def __post_init__(self) -> None:
         self.name, self.names = self.unit.name, names_of(self.unit)
@@ -198,6 +200,8 @@ class FactorCarrier:
 
     def _trusted_factors(self, gradients: Mapping[str, Tensor], key: Key) -> Factors | str:
         """All of this step's pairs as one, unscaled; or why the gradient itself must travel."""
+        if self.distrusted:
+            return self.distrusted
         windows = [self.windows[name] for name in self.names]
         if any(w.edited or w.arrivals != windows[0].arrivals for w in windows):
             return "its gradient was changed, or broke off, between two backward passes of one step"

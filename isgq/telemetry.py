@@ -8,6 +8,9 @@ All ranks may write to one file: every observed step of every rank is one line, 
 
 A step that the ranks refused, or that a resumed run takes again, has its line again: the last one counts. Nothing is
 measured, kept or written in the steps between, and a session without telemetry does not know of it.
+
+With ``alarm=``, a layer whose factors keep more error than that travels whole from then on. The ranks need not agree
+on it: each watches its own gradients, and a record says itself how to read it, so all still hold the same bits.
 """
 
 import json
@@ -24,8 +27,11 @@ from torch import Tensor
 
 from isgq.aggregate import Gather, Step
 from isgq.core.errors import OptionError
-from isgq.records import Carrier, Record, ledger_name
+from isgq.records import Carrier, FactorCarrier, Record, ledger_name
 from isgq.session import Session
+
+
+_IN_A_ROW = 3
 
 
 class ScalarWriter(Protocol):
@@ -122,11 +128,13 @@ class Telemetry:
         session: the session.
         every: how many steps are between two that are observed.
         path: takes one line a step; None for none.
+        alarm: NMSE above which, in three observed steps in a row, this rank's gradient of a layer with factors travels
+            whole from then on; the session's log says so once. None for never.
         board: takes ``isgq/WHAT/PARAMETER`` as curves, e.g. ``torch.utils.tensorboard.SummaryWriter()``, which needs
             the package ``tensorboard``. None for none.
 
     Raises:
-        OptionError: ``every`` is not positive, the file cannot be written, or the session's messages are of a common
+        OptionError: ``every`` or ``alarm`` is not positive, the file cannot be written, or the session's messages are of a common
             subspace, where no record is one of a gradient.
     """
 
@@ -135,13 +143,18 @@ class Telemetry:
         session: Session,
         every: int = 50,
         path: str | Path | None = "telemetry.jsonl",
+        alarm: float | None = None,
         board: ScalarWriter | None = None,
     ) -> None:
         if every < 1:
             raise OptionError(f"every={every} of Telemetry must be 1 step or more")
+        if alarm is not None and not alarm > 0:
+            raise OptionError(f"alarm={alarm} of Telemetry must be a positive NMSE, or None")
         if session.messages().rounds > 1:
             raise OptionError("telemetry is for records of gradients: it cannot observe a session with codec subspace")
-        self._every, self._board = every, board
+        self._every, self._alarm, self._board = every, alarm, board
+        self._above: dict[str, int] = defaultdict(int)  # observed steps in a row above the alarm, by parameter
+        self._distrusted: dict[str, str] = {}
         self._path = Path(path) if path is not None else None
         try:
             if self._path is not None:
@@ -157,6 +170,8 @@ class Telemetry:
         if step.number % self._every:
             return
         found = measure(step, records, aggregate.sizes, aggregate.save_memories().get("up", {}))
+        if self._alarm is not None:
+            self._watch(step, found, self._alarm)
         line = {
             "step": step.number,
             "rank": aggregate.rank,
@@ -173,6 +188,15 @@ class Telemetry:
                 for what, value in asdict(each).items():
                     if value is not None:
                         self._board.add_scalar(f"isgq/{what}/{name}", value, step.number)
+
+    def _watch(self, step: Step, found: Mapping[str, Measure], alarm: float) -> None:
+        for name, each in found.items():
+            self._above[name] = self._above[name] + 1 if each.nmse is not None and each.nmse > alarm else 0
+            if self._above[name] == _IN_A_ROW:
+                self._distrusted[name] = f"its NMSE has been above {alarm:g} up to step {step.number}"
+        for carrier in step.carriers:
+            if isinstance(carrier, FactorCarrier) and not carrier.distrusted:
+                carrier.distrusted = self._distrusted.get(carrier.name, "")
 
     def _append(self, line: bytes) -> None:
         """In one piece, so that lines of several ranks do not mix."""

@@ -110,6 +110,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with isgq.instrument(make(), TOP_K) as session:
         with pytest.raises(OptionError, match="every=0 of Telemetry must be 1 step or more"):
             isgq.Telemetry(session, every=0)
+        with pytest.raises(OptionError, match="alarm=nan of Telemetry must be a positive NMSE"):
+            isgq.Telemetry(session, alarm=float("nan"))
         with pytest.raises(OptionError, match="choose another path"):
             isgq.Telemetry(session, path=tmp_path)
     with isgq.instrument(make(), "subspace:rank=2") as session, pytest.raises(OptionError, match="codec subspace"):
@@ -122,6 +124,28 @@ WAYS: dict[str, dict[str, Any]] = {
     "memory": {"codec": TOP_K},
     "two_pass": {"codec": "top_k:k=0.25", "aggregate": "two_pass", "down": "one_bit"},
 }
+
+
+def alarmed(path: str) -> tuple[torch.Tensor, list[str]]:
+    """Weights after steps in which rank 1 finds the error of its factors too large."""
+    said: list[str] = []
+    model, rank = make(), dist.get_rank()
+    with isgq.instrument(model, "dithered:levels=1", routes="factors", log=said.append) as session:
+        if rank == 1:
+            isgq.Telemetry(session, every=1, path=path, alarm=1e-3)
+        train(session, model, 5, rank)
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), said
+
+
+def test_a_layer_that_drifts_travels_whole_from_one_rank_and_all_hold_the_same_bits(tmp_path: Path) -> None:
+    (weights, quiet), (same, said) = launch(alarmed, 2, args=(str(tmp_path / "t.jsonl"),), timeout=30)
+    assert torch.equal(weights, same)
+    errors = [line["parameters"]["0.weight"]["nmse"] for line in lines(tmp_path / "t.jsonl")]
+    assert min(errors[:3]) > 1e-3
+    assert errors[3:] == [0, 0]
+    reason = "0.weight travels whole wherever this happens: its NMSE has been above 0.001 up to step 2"
+    assert sum(reason in words for words in said) == 1
+    assert not any("NMSE" in words for words in quiet)
 
 
 def observed(path: str) -> dict[str, Any]:

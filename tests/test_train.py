@@ -100,7 +100,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_combination_is_summarised(tmp_path: Path) -> None:
-    options = ["--workers", "1", "2", "--codec", "dense", "--epochs", "1", "--total-batch", "400"]
+    options = ["--workers", "1", "2", "--codec", "dense", "--epochs", "1", "--total-batch", "400", "--telemetry", "4"]
     code, output, errors = train(*SMALL, *options, "--out", str(tmp_path))
     assert code == 0, errors
     runs = summary(tmp_path)
@@ -108,6 +108,8 @@ def test_every_combination_is_summarised(tmp_path: Path) -> None:
     assert [(r["codec"], r["workers"], r["batch_per_worker"]) for r in runs] == [("dense", 1, 400), ("dense", 2, 200)]
     assert all(run["dense_bytes_per_step"] == GRADIENT for run in runs)
     assert all(GRADIENT < run["sent_bytes_per_step"] < GRADIENT + 64 for run in runs)
+    seen = [json.loads(line) for line in (tmp_path / "dense-2x200.telemetry.jsonl").read_text().splitlines()]
+    assert sorted((line["step"], line["rank"]) for line in seen) == [(s, r) for s in (0, 4, 8) for r in (0, 1)]
     assert all(0 < run["test_accuracy"] <= 1 and run["seconds"] > 0 for run in runs)
     assert runs[0]["test_loss"] == pytest.approx(runs[1]["test_loss"], rel=1e-4)  # one total batch, one trajectory
     assert (tmp_path / "accuracy_and_bytes.png").read_bytes().startswith(b"\x89PNG")
@@ -173,6 +175,9 @@ def test_a_run_that_diverges_names_its_error_and_leaves_the_trace_in_a_file(tmp_
         (["--local-steps", "4", "--aggregate", "two_pass"], "leave --aggregate out"),
         (["--local-steps", "4", "--codec", "rotated"], "a model's change has no factors"),
         (["--local-steps", "0"], "--local-steps 0: must be 1 or more"),
+        (["--local-steps", "4", "--telemetry", "5"], "leave --telemetry out"),
+        (["--telemetry", "0"], "--telemetry 0: must be 1 or more"),
+        (["--seed", "-1"], "--seed -1: must be in [0, 2^63)"),
         (["--clip", "0"], "--clip 0.0: must be positive"),
         (["--sequence", "16"], "--sequence is for texts, mnist5k are images"),
         (["--data", "sotu", "--standardize"], "--standardize is for images, sotu is a text"),
