@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,30 @@ def test_observing_one_rank_changes_no_bit_on_any(runs: tuple[Path, list[dict[st
             assert each["nmse"] >= 0
             assert -1 <= each["cosine"] <= 1 + 1e-9
     assert any(each["memory"] > 0 for each in written[-1]["parameters"].values()) == (name in {"memory", "two_pass"})
+
+
+def asynchronous(path: str) -> Counter[int] | None:
+    """What a server has seen of staleness; its workers observe every step."""
+    model, rank = make(), dist.get_rank()
+    with isgq.instrument(model, "top_k:k=0.25", aggregate="async") as session:
+        if session.serves:
+            return session.serve(torch.optim.SGD(model.parameters(), lr=0.01)).staleness
+        isgq.Telemetry(session, every=1, path=path)
+        for step in range(8):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            model(torch.randn(4, 16, generator=generator)).square().sum().backward()
+    return None
+
+
+def test_staleness_is_what_the_server_counts(tmp_path: Path) -> None:
+    seen, *_ = launch(asynchronous, 3, args=(str(tmp_path / "t.jsonl"),), timeout=30)
+    assert seen is not None
+    written = lines(tmp_path / "t.jsonl")
+    assert sorted((line["rank"], line["step"]) for line in written) == [(r, s) for r in (1, 2) for s in range(8)]
+    told = Counter(line["staleness"] for line in written if line["step"])  # of the gradient before
+    assert all(line["staleness"] == 0 for line in written if not line["step"])
+    assert told <= seen
+    assert told.total() == seen.total() - 2  # nobody tells of each worker's last
 
 
 def entry(step: int, rank: int, size: int, nmse: float | None) -> str:
