@@ -30,7 +30,6 @@ from isgq.core.errors import OptionError
 from isgq.records import Carrier, FactorCarrier, Record, ledger_name
 from isgq.session import Session
 
-
 _IN_A_ROW = 3
 
 
@@ -134,8 +133,8 @@ class Telemetry:
             the package ``tensorboard``. None for none.
 
     Raises:
-        OptionError: ``every`` or ``alarm`` is not positive, the file cannot be written, or the session's messages are of a common
-            subspace, where no record is one of a gradient.
+        OptionError: ``every`` or ``alarm`` is not positive, the file cannot be written, or the session's messages are
+            of a common subspace, where no record is one of a gradient.
     """
 
     def __init__(
