@@ -105,13 +105,12 @@ def report_plan(plan: Plan, log: Callable[[str], None] | None, say: Callable[[st
 
     Args:
         plan: the plan.
-        log: told of every such parameter, if the user wants to know.
+        log: told of every parameter that travels as it is, if the user wants to know.
         say: told in one sentence of those that a user would not expect.
     """
-    dense = [line for line in plan.lines if line.route != "factors"]
-    if log is not None:
-        for line in dense:
+    for line in plan.lines:
+        if line.route == "dense" and log is not None:
             log(f"isgq: {line.name} travels densely: {line.reason}")
-    surprises = [f"{line.name} ({line.reason})" for line in dense if not line.expected]
+    surprises = [f"{line.name} ({line.reason})" for line in plan.lines if line.route != "factors" and not line.expected]
     if surprises:
         say(f"weights that travel without factors; isgq.doctor tells more, skip= accepts it: {'; '.join(surprises)}")
