@@ -3,7 +3,7 @@
 import json
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -95,7 +95,11 @@ class Recipe:
         path = cache / f"factors-{self._digest()}.pt" if cache else None
         captured = _read(path, self.steps, units) if path and path.exists() else None
         if captured is None:
-            captured = _train(network, units, dataset, sorted(set(self.steps)), self.batch, self.batch, self.seed)
+            generator = torch.Generator().manual_seed(self.seed)
+            captured = {
+                stage: _capture(network, units, dataset, self.batch, generator)
+                for stage in _train(network, dataset, sorted(set(self.steps)), self.batch, generator)
+            }
             if path:
                 _write(path, captured)
         return {step: [LayerGradient.of(u, captured[step][u.name]) for u in units] for step in sorted(captured)}
@@ -117,10 +121,21 @@ def capture_gradients(
         batch: images of a training step, drawn with replacement.
         last_batch: images of the captured step.
     """
+    [layers] = capture_batches(model, dataset, steps=steps, batch=batch, batches=[last_batch])
+    return layers
+
+
+def capture_batches(
+    model: str, dataset: data.Dataset, *, steps: int, batch: int, batches: Iterable[int]
+) -> Iterator[list[LayerGradient]]:
+    """The same for several batches at one state of the network, of so many images each."""
     network = build(model, classes=dataset.classes, in_shape=dataset.in_shape)
     units = _units(network, model)
-    captured = _train(network, units, dataset, [steps], batch, last_batch, seed=0)[steps]
-    return [LayerGradient.of(unit, captured[unit.name]) for unit in units]
+    generator = torch.Generator().manual_seed(0)
+    for _ in _train(network, dataset, [steps], batch, generator):
+        for images in batches:
+            captured = _capture(network, units, dataset, images, generator)
+            yield [LayerGradient.of(unit, captured[unit.name]) for unit in units]
 
 
 def _units(network: nn.Module, name: str) -> list[Unit]:
@@ -133,18 +148,10 @@ def _units(network: nn.Module, name: str) -> list[Unit]:
 
 
 def _train(
-    network: nn.Module,
-    units: Sequence[Unit],
-    dataset: data.Dataset,
-    stages: Sequence[int],
-    batch: int,
-    captured_batch: int,
-    seed: int,
-) -> _Captured:
-    """Train, and look at one more batch at each of the increasing stages."""
+    network: nn.Module, dataset: data.Dataset, stages: Sequence[int], batch: int, generator: torch.Generator
+) -> Iterator[int]:
+    """Train, and pause at each of the increasing stages."""
     optimizer = torch.optim.SGD(network.parameters(), lr=_RATE, momentum=_MOMENTUM)
-    generator = torch.Generator().manual_seed(seed)
-    captured: _Captured = {}
     done = 0
     with tqdm(total=stages[-1], desc="training", unit="step", disable=stages[-1] < 100) as bar:
         for stage in stages:
@@ -153,8 +160,8 @@ def _train(
                 optimizer.step()
                 optimizer.zero_grad()
                 bar.update()
-            captured[stage], done = _capture(network, units, dataset, captured_batch, generator), stage
-    return captured
+            done = stage
+            yield stage
 
 
 def _capture(

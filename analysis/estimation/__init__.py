@@ -16,7 +16,8 @@ Inan, Isik and Ozgur (rTop-k, IEEE JSAIT 2020) model gradients as sparse Bernoul
     schemes         estimators that attain the rates, and their risks in closed form
     configurations  random configurations that compare values with bounds
     bridge          top-k, random-k or rTop-k: predicted by a model fitted to gradients, and measured
-    study           the tables and figures of the report
+    study           the tables of the report
+    figures         its figures
 
 Constants called *ours* are derived in this package's docstrings; the published theorems are stated there up to a
 universal constant. Information is per unit of theta squared; entropies are in nats, messages in bits.

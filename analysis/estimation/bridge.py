@@ -11,20 +11,20 @@ r = k is top-k, r = d random-k. The prediction takes for each of the three the b
 of :data:`RATIOS`; what is measured is that very choice, with isgq's codecs on real gradients.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from scipy.optimize import brentq
 from scipy.special import ndtr
 from scipy.stats import norm
-from torch import Tensor, nn
+from torch import Tensor
 
-import models
 from analysis.estimation.checks import Array, at_least
+from analysis.gradients import capture_batches
 from data.dataset import Dataset
 from isgq.codecs.sparse import rtop_k, to_count
 from isgq.core.errors import OptionError
@@ -34,7 +34,6 @@ from isgq.core.registry import codec
 RATIOS = (2, 4, 8, 16)
 """r / k of rTop-k."""
 METHODS = ("top-k", "random-k", "rTop-k")
-_RATE, _MOMENTUM = 0.05, 0.9
 _FITTED_ENTRIES = 20_000  # as many, evenly spread, tell the classes well enough
 _EVIDENCE = 1e-30  # a variance below this share of the largest is none
 
@@ -274,32 +273,19 @@ def worker_gradients(
         workers: how many draw a batch each.
         batch: images of a worker and of a step, drawn with replacement.
         target_batch: images whose gradient stands for the true one.
-        least: parameters of fewer entries are left out.
+        least: weights of fewer entries are left out.
 
     Returns:
         Parameter name -> gradients ``[workers, d]`` and the true one ``[d]``.
     """
-    network = models.build(spec, classes=dataset.classes, in_shape=dataset.in_shape)
-    optimizer = torch.optim.SGD(network.parameters(), lr=_RATE, momentum=_MOMENTUM)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        _backward(network, dataset, batch, generator)
-        optimizer.step()
-    chosen = {name: p for name, p in network.named_parameters() if p.numel() >= least}
-
-    def caught(images: int) -> dict[str, Tensor]:
-        _backward(network, dataset, images, generator)
-        return {name: p.grad.detach().reshape(-1).clone() for name, p in chosen.items() if p.grad is not None}
-
-    drawn, target = [caught(batch) for _ in range(workers)], caught(target_batch)
-    return {name: (torch.stack([gradients[name] for gradients in drawn]), target[name]) for name in chosen}
-
-
-def _backward(network: nn.Module, dataset: Dataset, batch: int, generator: torch.Generator) -> None:
-    network.zero_grad()
-    chosen = torch.randint(len(dataset.train_y), (batch,), generator=generator)
-    loss = F.cross_entropy(network(dataset.train_x[chosen]), dataset.train_y[chosen])
-    loss.backward()  # type: ignore[no-untyped-call]
+    batches = [*itertools.repeat(batch, workers), target_batch]
+    caught = [
+        {layer.name: layer.gradient.reshape(-1) for layer in layers if layer.gradient.numel() >= least}
+        for layers in capture_batches(spec, dataset, steps=steps, batch=batch, batches=batches)
+    ]
+    return {
+        name: (torch.stack([gradients[name] for gradients in caught[:-1]]), caught[-1][name]) for name in caught[-1]
+    }
 
 
 def mean_error(w: Tensor, r: int, k: int, n: int, draws: int) -> tuple[float, float]:

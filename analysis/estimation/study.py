@@ -15,15 +15,15 @@ from analysis.estimation.bounds import bit_entropy, finite_variance, sparse_bern
 from analysis.estimation.cases import CASES, Point, location_risk
 from analysis.estimation.checks import Array
 from analysis.estimation.configurations import random_configurations
-from analysis.estimation.output import Cell, Table
 from analysis.estimation.protocols import Kind
+from analysis.report import Cell, Table
 
 Curves = dict[str, tuple[NDArray[Any], NDArray[Any]]]
 """Label -> (k, Tr I_M)."""
 
 _ENTRIES = 1 << 23  # numbers of a Monte Carlo sample
 _TRIALS = 20
-_HEADER = ("quantity", "closed form", "measured", "standard error", "deviations", "bound", "stands on")
+_BOUND = "name of the bound"
 
 
 def _row(
@@ -152,7 +152,16 @@ def rtop_k_rows(seed: int) -> Iterator[tuple[Cell, ...]]:
 
 def reproduced(rows: Sequence[tuple[Cell, ...]]) -> Table:
     """Numbers with a closed form or a bound."""
-    return Table("reproduced", "Closed forms, measurements and bounds", _HEADER, rows)
+    columns = {
+        "quantity": "what it is",
+        "closed_form": "its value by a formula",
+        "measured": "its value by Monte Carlo or, without error, by a sum over all outcomes",
+        "error": "standard error of the measurement",
+        "deviations": "(measured - closed form) / error",
+        "bound": "upper bound of an information, lower one of a risk",
+        "stands_on": _BOUND,
+    }
+    return Table("reproduced", "Closed forms, measurements and bounds", columns, rows)
 
 
 def information_curves() -> dict[str, Curves]:
@@ -189,15 +198,28 @@ def information_curves() -> dict[str, Curves]:
 def risk_table(found: Sequence[Point]) -> Table:
     """What the figures of risks show."""
     schemes_of = {case.model: case for case in CASES}
-    header = ("model", "scheme", "rate", "against", "d", "k", "n", "risk", "bound", "ratio", "stands on", "in regime")
+    columns = {
+        "model": "distribution",
+        "scheme": "that attains the rate, and where its risk is taken",
+        "rate": "published order of the risk",
+        "against": "which of d, k and n varies",
+        "d": "dimension",
+        "k": "bits a node",
+        "n": "nodes",
+        "risk": "squared error of the scheme",
+        "bound": "van Trees' bound on every protocol",
+        "ratio": "risk / bound",
+        "stands_on": _BOUND,
+        "in_regime": "whether the samples weigh more than the prior, where the bound follows the rate",
+    }
     rows = [
         (
             *(p.model, schemes_of[p.model].scheme, schemes_of[p.model].rate, p.against, *p.place),
-            *(p.risk, p.bound.value, p.risk / p.bound.value, p.bound.binding, "yes" if p.bound.in_regime else "no"),
+            *(p.risk, p.bound.value, p.risk / p.bound.value, p.bound.binding, bool(p.bound.in_regime)),
         )
         for p in found
     ]
-    return Table("risk", "Risk of schemes that attain the rates, and van Trees' bound on every protocol", header, rows)
+    return Table("risk", "Risk of schemes that attain the rates, and van Trees' bound on every protocol", columns, rows)
 
 
 def protocols_table(seed: int) -> Table:
@@ -218,14 +240,18 @@ def protocols_table(seed: int) -> Table:
             risk = schemes.simulate(scheme, models.GaussianLocation(truth), truth, board, _TRIALS, rng)
             model = "dense" if prior is dense else "4-sparse"
             rows.append((model, mean, kind, name, risk.bits, risk.value, risk.error, prior.bound(4000, k).value))
-    header = ("means", "size", "protocol", "scheme", "bits a node", "risk", "standard error", "bound on the worst case")
+    columns = {
+        "means": "how many are not zero",
+        "size": "of these means",
+        "protocol": "who reads what others wrote",
+        "scheme": "protocol and estimator",
+        "bits": "most that a node wrote",
+        "risk": "squared error",
+        "error": "standard error of the risk",
+        "bound": "van Trees' bound on the worst case",
+    }
     caption = "Gaussian location, d = 64, n = 4000, k = 4: what taking turns is worth"
-    return Table("protocols", caption, header, rows)
-
-
-def _finite(ratio: float) -> float | None:
-    """Nothing for the ratio of a message that knows nothing."""
-    return ratio if math.isfinite(ratio) else None
+    return Table("protocols", caption, columns, rows)
 
 
 def configurations_table(count: int, seed: int) -> Table:
@@ -239,16 +265,35 @@ def configurations_table(count: int, seed: int) -> Table:
         broken = sum(not c.holds() for c in members)
         median = float(np.median([c.ratio for c in members]))
         error = least.error / least.value if math.isfinite(least.ratio) else None
-        rows.append((family, quantity, len(members), broken, _finite(least.ratio), error, _finite(median)))
-    header = ("family", "quantity", "configurations", "beyond the bound", "least ratio", "its relative error", "median")
+        rows.append((family, quantity, len(members), broken, least.ratio, error, median))
+    columns = {
+        "family": "model, and scheme or quantizer",
+        "quantity": "information or risk",
+        "configurations": "random ones that were tried",
+        "beyond": "how many lie beyond their bound",
+        "ratio": "least ratio; – where no message knows anything",
+        "ratio_error": "its standard error, relatively",
+        "median": "median ratio",
+    }
     caption = "Random configurations: bound / information or risk / bound, by at most 4.5 standard errors below 1"
-    return Table("configurations", caption, header, rows)
+    return Table("configurations", caption, columns, rows)
 
 
 def bridge_table(verdicts: Sequence[bridge.Verdict]) -> Table:
     """Predictions beside the truth."""
-    errors = [f"{name}, {what}" for name in bridge.METHODS for what in ("predicted", "measured")]
-    header = ("layer", "d", "k", "n", "forecast", "winner", "regret", *errors, "r / k of rTop-k", "times")
+    columns = {
+        "layer": "parameter",
+        "d": "its entries",
+        "k": "entries kept",
+        "n": "workers",
+        "forecast": "method that the model expects to win",
+        "winner": "the one that does",
+        "regret": "measured error of the forecast / that of the winner - 1",
+    }
+    for name in bridge.METHODS:
+        for what in ("predicted", "measured"):
+            columns[f"{name}_{what}"] = f"relative squared error of {name}, {what}"
+    columns |= {"r_to_k": "r / k that the model chooses for rTop-k", "factor": "and what it multiplies kept entries by"}
     rows: list[tuple[Cell, ...]] = []
     for v in verdicts:
         pairs = [value for name in bridge.METHODS for value in (v.predicted[name].error, v.measured[name])]
@@ -269,4 +314,4 @@ def bridge_table(verdicts: Sequence[bridge.Verdict]) -> Table:
     caption = (
         "Real gradients: relative squared error of the mean of n workers, by the fitted model and by isgq's codecs"
     )
-    return Table("bridge", caption, header, rows)
+    return Table("bridge", caption, columns, rows)
