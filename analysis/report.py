@@ -184,6 +184,7 @@ def draw(name: str, caption: str, paint: Callable[[Axes], None], *, height: floa
             canvas.legend(handles, labels, loc="outside lower left", ncols=columns)
         svg, png = io.StringIO(), io.BytesIO()
         canvas.savefig(svg, format="svg", metadata={"Date": None})
+        canvas.set_layout_engine("none")  # found for the first file already, and as dear as all else
         canvas.savefig(png, format="png", dpi=144)
     return Figure(name, caption, svg.getvalue(), png.getvalue())
 

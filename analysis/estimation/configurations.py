@@ -25,6 +25,8 @@ from analysis.estimation.quantizers import Voronoi, index_bits
 
 _SAMPLES = 2000
 _PARAMETERS = 8
+_SIMULATED = 16  # parameters of a simulated risk: its spread is known from these, so more of them and fewer trials each
+_TRIALS = 2
 _ROUNDING = 1e-12
 
 
@@ -142,16 +144,16 @@ def _simulated(
     rng: np.random.Generator,
 ) -> Comparison:
     risks = []
-    for _ in range(_PARAMETERS):
+    for _ in range(_SIMULATED):
         theta = prior.sample(rng)
-        risks.append(schemes.simulate(scheme, make(theta), theta, board, 4, rng).value)
-    mean, error = float(np.mean(risks)), float(np.std(risks, ddof=1)) / math.sqrt(_PARAMETERS)
+        risks.append(schemes.simulate(scheme, make(theta), theta, board, _TRIALS, rng).value)
+    mean, error = float(np.mean(risks)), float(np.std(risks, ddof=1)) / math.sqrt(_SIMULATED)
     return _risk(family, mean, error, prior, board[0], board[1])
 
 
 def _adaptive_signs(rng: np.random.Generator) -> Comparison:
     dim, bits = _integer(rng, 1, 16), _integer(rng, 1, 8)
-    board: tuple[int, int, Kind] = (_integer(rng, 30, 100), bits, "sequential")
+    board: tuple[int, int, Kind] = (_integer(rng, 20, 60), bits, "sequential")
     prior = priors.gaussian_location(dim)
     return _simulated("adaptive signs, Gaussian location", GaussianLocation, schemes.AdaptiveSigns(), prior, board, rng)
 

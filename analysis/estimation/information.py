@@ -8,6 +8,7 @@ import numpy as np
 from scipy.integrate import quad
 from scipy.optimize import minimize_scalar
 from scipy.sparse import csr_array
+from scipy.special import ndtr
 from scipy.stats import norm
 from sklearn.cluster import KMeans
 
@@ -141,6 +142,11 @@ def magnitude_bit_trace() -> float:
     return -float(minimize_scalar(negative, bounds=(0.5, 3), method="bounded").fun)
 
 
+def _density(z: float) -> float:
+    """Of a standard Gaussian; ``norm.pdf`` takes a hundred times as long for a single number."""
+    return math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+
+
 def argmax_trace(bits: int, *, magnitude: bool = False) -> float:
     """Of the argmax of N = 2^k coordinates by quadrature: ``N / (N - 1) E[S_max]^2``, as the scores' mean is 0.
 
@@ -151,10 +157,10 @@ def argmax_trace(bits: int, *, magnitude: bool = False) -> float:
     n = 2 ** at_least("bits", bits)
 
     def density(z: float) -> float:
-        return float(2 * n * norm.pdf(z) * (2 * norm.cdf(z) - 1) ** (n - 1))
+        return float(2 * n * _density(z) * (2 * ndtr(z) - 1) ** (n - 1))
 
     if magnitude:
         mean = quad(lambda z: (z * z - 1) / 2 * density(z), 0, 12, limit=200)[0]
     else:
-        mean = quad(lambda z: z * n * norm.pdf(z) * norm.cdf(z) ** (n - 1), -12, 12, limit=200)[0]
+        mean = quad(lambda z: z * n * _density(z) * ndtr(z) ** (n - 1), -12, 12, limit=200)[0]
     return float(n / (n - 1) * mean**2)

@@ -60,11 +60,13 @@ class Board:
         """
         if values.size and not 0 <= int(values.min()) <= int(values.max()) < 2**width:
             raise OptionError(f"values from {values.min()} to {values.max()} do not fit fields of {width} bits")
-        if self._closed or (self.kind == "sequential" and bool(self.used[nodes].any())):
+        used = self.used[nodes]
+        if self._closed or (self.kind == "sequential" and bool(used.any())):
             raise OptionError(f"a node of this {self.kind} protocol writes after its turn")
-        self.used[nodes] += width * values.shape[1]
-        if int(self.used[nodes].max(initial=0)) > self.bits:
-            raise OptionError(f"a node writes {self.used[nodes].max()} bits; its budget is {self.bits}")
+        used += width * values.shape[1]
+        if int(used.max(initial=0)) > self.bits:
+            raise OptionError(f"a node writes {used.max()} bits; its budget is {self.bits}")
+        self.used[nodes] = used
         self._notes.append(Note(nodes, values))
 
     def close(self) -> None:

@@ -80,8 +80,9 @@ def served(nodes: int, bits: int, dim: int) -> Integers:
     Raises:
         OptionError: none for some.
     """
-    counts = np.bincount(in_turn(nodes, bits, dim).ravel(), minlength=dim)
-    if not counts.all():
+    written = at_least("nodes", nodes) * min(at_least("bits", bits), at_least("dim", dim))
+    counts = written // dim + (np.arange(dim) < written % dim)
+    if written < dim:
         raise OptionError(
             f"{nodes} nodes of {bits} bits do not reach all {dim} coordinates; nodes * bits must be >= dim"
         )
@@ -214,11 +215,11 @@ class FindThenRefine:
 # -- groups of coordinates or symbols
 
 
-def groups(nodes: int, bits: int, size: int) -> tuple[Integers, Array]:
+def groups(nodes: int, bits: int, size: int) -> tuple[int, Array]:
     """Groups of ``2^bits - 1`` things, nodes assigned in turn.
 
     Returns:
-        The group of each node, int64 ``[nodes]``, and how many nodes each thing has, ``[size]``.
+        The number of groups (node i has group i modulo it), and how many nodes each thing has, ``[size]``.
 
     Raises:
         OptionError: fewer nodes than groups.
@@ -227,8 +228,7 @@ def groups(nodes: int, bits: int, size: int) -> tuple[Integers, Array]:
     count = -(-size // each)
     if at_least("nodes", nodes) < count:
         raise OptionError(f"{nodes} nodes are fewer than the {count} groups of {each} that {bits} bits can tell apart")
-    group = np.arange(nodes) % count
-    return group, np.bincount(group).astype(float)[np.arange(size) // each]
+    return count, (nodes // count + (np.arange(size) // each < nodes % count)).astype(float)
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,8 @@ class GroupHistogram:
     def __call__(self, x: Array, board: Board, rng: np.random.Generator) -> Array:
         """Frequencies, ``[d]``; unbiased."""
         n = len(x)
-        group, nodes_of = groups(n, board.bits, self.symbols)
+        count, nodes_of = groups(n, board.bits, self.symbols)
+        group = np.arange(n) % count
         board.write(np.arange(n), group_message(x.astype(np.int64), group, board.bits)[:, None], board.bits)
         board.close()
         message = board.read()[-1].values[:, 0]
@@ -310,7 +311,8 @@ class FirstExceedance:
         """Chances of being the first, given that none before it is, and the variances that have them."""
         n, dim = x.shape
         size = min(2**board.bits - 1, dim)
-        group, nodes_of = groups(n, board.bits, dim)
+        count, nodes_of = groups(n, board.bits, dim)
+        group = np.arange(n) % count
         columns = group[:, None] * size + np.arange(size)
         inside = columns < dim
         tau = self.threshold(size)
