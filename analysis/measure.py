@@ -115,8 +115,7 @@ def measure(spec: str, layer: LayerGradient, keys: int, *, precision: float = ma
     true = first = total = torch.empty(0, dtype=torch.float64)
     norm = size = raw = 0.0
     symbols: dict[str, tuple[int, float, float]] = {}
-    while len(errors) < keys or (len(errors) < most and _error_of_mean(errors) > precision * _mean(errors)):
-        step = len(errors)
+    for step in _steps(errors, keys, precision, most):
         coder = codec(spec)  # a fresh one: codecs with memory must not remember the key before
         payload = encode(coder, layer, step)
         rebuilt = rebuild(coder, payload, layer)
@@ -128,11 +127,11 @@ def measure(spec: str, layer: LayerGradient, keys: int, *, precision: float = ma
             for name, values, alphabet in streams(payload):
                 n = values.numel()
                 symbols[name] = (n, n * math.log2(alphabet), n * entropy(values))
-        own = float(rebuilt.square().sum())
+        own = float(rebuilt @ rebuilt)
         product = float(rebuilt @ true)
         cosine += product / math.sqrt(own * norm) if own and norm else 0.0
         rebuilt -= true
-        errors.append(float(rebuilt.square().sum()))
+        errors.append(float(rebuilt @ rebuilt))
         total += rebuilt.sub_(first)
     count = len(errors)
     mean, shift = _mean(errors), total / count
@@ -142,6 +141,16 @@ def measure(spec: str, layer: LayerGradient, keys: int, *, precision: float = ma
     return Quality(
         int(size), symbols, int(raw), count, norm, mean, _error_of_mean(errors), offset, noise, cosine / count
     )
+
+
+def _steps(errors: list[float], keys: int, precision: float, most: int) -> Iterator[int]:
+    """Numbers of keys until the errors so far tell their mean; asked after an eighth more each, as all are read then."""
+    done = 0
+    while True:
+        yield from range(done, keys)
+        if keys >= most or _error_of_mean(errors) <= precision * _mean(errors):
+            return
+        done, keys = keys, min(most, keys + max(1, keys // 8))
 
 
 def _mean(values: list[float]) -> float:

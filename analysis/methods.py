@@ -28,7 +28,6 @@ SPECS = (
     "top_k:k=0.01,values=float16",
     "rtop_k:r=0.04,k=0.01",
     "random_k:k=0.01",
-    "random_k:k=0.01,shared=true",
     "eus:m=0.01",
     "error_feedback(top_k:k=0.01)",
     "error_feedback(sign)",
