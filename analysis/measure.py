@@ -144,7 +144,7 @@ def measure(spec: str, layer: LayerGradient, keys: int, *, precision: float = ma
 
 
 def _steps(errors: list[float], keys: int, precision: float, most: int) -> Iterator[int]:
-    """Numbers of keys until the errors so far tell their mean; asked after an eighth more each, as all are read then."""
+    """Keys until the errors so far tell their mean, which reads all of them: it is asked after an eighth more each."""
     done = 0
     while True:
         yield from range(done, keys)

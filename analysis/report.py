@@ -41,13 +41,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 import isgq
-from analysis.runs import COLORS, write_atomically
+from analysis.runs import COLORS, MARKERS, write_atomically
 from data import DataError
 from isgq.core.errors import IsgqError
 from models import ModelError
 
 SCHEMA = 1
-MARKERS = "osD^vP*X"
 Cell = str | int | float | bool | None
 
 _WIDTH = 5.0  # inches: on a phone, where that is as wide as the screen, a letter stays as large as it is in print

@@ -18,6 +18,8 @@ from typing import Any
 
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7")
 """Okabe and Ito's colours: told apart with every kind of colour vision."""
+MARKERS = "osD^vP*X"
+"""Matplotlib's markers that go with them."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def plot(summaries: Sequence[Summary], path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     codecs = list(dict.fromkeys(s.codec for s in summaries))
-    for codec, color, marker in zip(codecs, COLORS * len(codecs), "osD^vP*X" * len(codecs), strict=False):
+    for codec, color, marker in zip(codecs, COLORS * len(codecs), MARKERS * len(codecs), strict=False):
         runs = sorted((s for s in summaries if s.codec == codec), key=lambda s: s.workers)
         workers = [s.workers for s in runs]
         style = {"color": color, "marker": marker, "label": codec}

@@ -28,6 +28,7 @@ from isgq.codecs.dithered import Dithered
 from isgq.codecs.eus_plan import usa
 from isgq.codecs.eus_sample import systematic
 from isgq.codecs.exact import Exact
+from isgq.codecs.flat import require_codec
 from isgq.core.errors import CodecError, NonFiniteError, OptionError
 from isgq.core.extremes import check_finite
 from isgq.core.keys import Key
@@ -117,8 +118,7 @@ class Balanced:
         Raises:
             CodecError: a malformed payload.
         """
-        if payload.codec != self.name:
-            raise CodecError(f"codec {self.name!r} cannot decode a payload of codec {payload.codec!r}")
+        require_codec(payload, self.name)
         if not payload.x.dtype.is_floating_point:
             return Factors(_EXACT.decode(payload.x), _rebuild(payload.d))
         x, d = _rebuild(payload.x), _rebuild(payload.d)

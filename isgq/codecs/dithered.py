@@ -25,9 +25,9 @@ from torch import Tensor
 
 from isgq.codecs.buckets import Bucket, Buckets, check_bucket, nonzero
 from isgq.codecs.compare import not_negative, not_zero
-from isgq.codecs.flat import flatten_with_peaks, restore
+from isgq.codecs.flat import flatten_with_peaks, require_codec, restore
 from isgq.codecs.grid import nearest_integer
-from isgq.core.errors import CodecError, OptionError
+from isgq.core.errors import OptionError
 from isgq.core.kernels import compiled
 from isgq.core.keys import Key, State, map_stream, uniform
 from isgq.core.payload import Payload, Symbols, symbol_dtype
@@ -142,8 +142,7 @@ class Dithered:
         Raises:
             CodecError: the payload is of another codec, or its parts do not fit its shape and these options.
         """
-        if payload.codec != self.name:
-            raise CodecError(f"codec {self.name!r} cannot decode a payload of codec {payload.codec!r}")
+        require_codec(payload, self.name)
         buckets = Buckets.of(payload.shape, self.bucket)
         symbols = payload.require_symbols("levels", buckets.numel, self._alphabet).values
         scales = payload.require_tensor("scales", buckets.count, torch.float32).reshape(-1)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from isgq.core.errors import CodecError
+from isgq.codecs.flat import require_codec
 from isgq.core.extremes import check_finite
 from isgq.core.keys import Key
 from isgq.core.payload import Payload, Symbols
@@ -48,8 +48,7 @@ class Exact:
         Raises:
             CodecError: the payload is of another codec, or its values do not fit its shape.
         """
-        if payload.codec != self.name:
-            raise CodecError(f"codec {self.name!r} cannot decode a payload of codec {payload.codec!r}")
+        require_codec(payload, self.name)
         if "values" in payload.symbols:
             values = payload.require_symbols("values", payload.numel).values.to(payload.dtype, copy=True)
         else:

@@ -7,7 +7,7 @@ from isgq.codecs.buckets import Bucket, Buckets
 from isgq.core.errors import CodecError, NonFiniteError
 from isgq.core.extremes import are_finite, check_finite
 from isgq.core.keys import Key
-from isgq.core.payload import FLOAT_DTYPES, Payload
+from isgq.core.payload import FLOAT_DTYPES, PairPayload, Payload
 
 
 def flatten(x: Tensor, key: Key) -> Tensor:
@@ -70,7 +70,7 @@ def restore(flat: Tensor, payload: Payload) -> Tensor:
     return flat.to(payload.dtype).reshape(payload.shape)
 
 
-def require_codec(payload: Payload, name: str) -> None:
+def require_codec(payload: Payload | PairPayload, name: str) -> None:
     """Refuse a payload of another codec.
 
     Raises:

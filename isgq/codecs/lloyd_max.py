@@ -23,8 +23,8 @@ from torch import Tensor
 
 from isgq.codecs.buckets import Buckets
 from isgq.codecs.compare import above, not_zero
-from isgq.codecs.flat import flatten, restore
-from isgq.core.errors import CodecError, OptionError
+from isgq.codecs.flat import flatten, require_codec, restore
+from isgq.core.errors import OptionError
 from isgq.core.kernels import compiled
 from isgq.core.keys import Key
 from isgq.core.parallel import map_parts
@@ -271,8 +271,7 @@ class LloydMax:
         Raises:
             CodecError: the payload is of another codec, or its parts do not fit.
         """
-        if payload.codec != self.name:
-            raise CodecError(f"codec {self.name!r} cannot decode a payload of codec {payload.codec!r}")
+        require_codec(payload, self.name)
         alphabet = self.levels + self.sparse
         payload.require_symbols("codes", payload.numel, alphabet)
         return look_up(payload)

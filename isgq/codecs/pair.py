@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from isgq.codecs.exact import Exact
+from isgq.codecs.flat import require_codec
 from isgq.codecs.lloyd_max import LloydMax, Model, look_up, make_codebook
 from isgq.core.codec import Codec
-from isgq.core.errors import CodecError, OptionError
+from isgq.core.errors import OptionError
 from isgq.core.keys import Key
 from isgq.core.payload import Contract, Factors, PairPayload, Payload
 from isgq.core.registry import register_codec
@@ -47,9 +48,8 @@ def _encode(parts: tuple[Codec, Codec], name: str, factors: Factors, key: Key) -
 
 
 def _decode(parts: tuple[Codec, Codec], name: str, payload: PairPayload) -> Factors:
-    """The inverse; CodecError if the payload is of another codec."""  # noqa: DOC501
-    if payload.codec != name:
-        raise CodecError(f"codec {name!r} cannot decode a payload of codec {payload.codec!r}")
+    """The inverse; CodecError if the payload is of another codec."""
+    require_codec(payload, name)
     x_codec = parts[0] if payload.x.dtype.is_floating_point else _EXACT
     return Factors(x_codec.decode(payload.x), parts[1].decode(payload.d))
 

@@ -26,6 +26,7 @@ import torch
 from isgq.codecs.bases import Bases, Known, nothing_known
 from isgq.codecs.dithered import Dithered
 from isgq.codecs.exact import Exact
+from isgq.codecs.flat import require_codec
 from isgq.codecs.rotation import Atoms, decompose
 from isgq.codecs.rotation_code import decode_symbols, dequantize, digits_for, encode_symbols, quantize
 from isgq.codecs.rotation_head import MOST_ATOMS, Head, light_of
@@ -312,8 +313,7 @@ class Rotated:
         Raises:
             CodecError: a malformed payload.
         """
-        if payload.codec != self.name:
-            raise CodecError(f"codec {self.name!r} cannot decode a payload of codec {payload.codec!r}")
+        require_codec(payload, self.name)
         if payload.x.codec != self.name:
             return Factors(_EXACT.decode(payload.x), _DITHERED.decode(payload.d))
         [columns], [outputs] = _one_size(payload.x), _one_size(payload.d)
