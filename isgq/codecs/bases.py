@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from isgq.codecs.rotation_sides import Ints, Reals, Side, energy_codes, standard
@@ -85,6 +84,8 @@ class _Learner:
         values, turn = values.flip(0), vectors.flip(1).T.contiguous()
         old, energy = self.side.basis, None
         if old is not None:  # else nothing was measured in any of its coordinates
+            from scipy.optimize import isotonic_regression  # slow to import, and needed by few
+
             falling = np.maximum(isotonic_regression(self.energy / self.weight, increasing=False).x, _FLOOR)
             energy = energy_codes(falling * (len(falling) / math.fsum(falling)))
         self.side = Side(self.side.size, energy, turn if old is None else turn @ old)
