@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import isgq
@@ -16,6 +17,7 @@ from isgq.core.errors import CodecError, OptionError, WireError
 from isgq.core.keys import Key
 from isgq.core.payload import Factors
 from isgq.exchange import Loopback
+from isgq.launch import launch
 from isgq.testing import linear_contract, normal
 from isgq.wire import pack_message, unpack_message
 
@@ -172,6 +174,25 @@ def test_a_session_goes_on_where_it_was_saved_bit_for_bit():
     rest, _ = trained(24, halfway)
     assert all(torch.equal(a, b) for a, b in zip(whole[-len(rest) :], rest, strict=True))
     assert any(not torch.equal(a, b) for a, b in pairwise(rest))
+
+
+def train_on_ranks():
+    """Thirty steps of a rank, whose replica is compared with the others' in each; what the replica is then."""
+    model = models.build("fc:hidden=32-32", classes=10, in_shape=(1, 8, 8), seed=dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    spec = "rotated:atoms=2,bases=learned"
+    with isgq.instrument(model, spec, routes="factors", check_replicas=1):
+        for step in range(EVERY + 5):
+            x, y = normal(2 * step + dist.get_rank(), 16, 1, 8, 8), torch.arange(16) % 10
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return sum(p.detach().double().sum().item() for p in model.parameters())
+
+
+def test_replicas_on_real_ranks_stay_the_same():
+    first, second = launch(train_on_ranks, 2, timeout=60)
+    assert first == second
 
 
 @pytest.mark.parametrize("aggregate", ["two_pass", "server", "async"])
