@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from analysis.gradients import LayerGradient
+from isgq.codecs import AnyCodec, codec
 from isgq.core.codec import PairCodec
 from isgq.core.keys import Key
 from isgq.core.payload import Factors, LowRank, PairPayload, Payload
-from isgq.core.registry import AnyCodec, codec
 from isgq.wire import pack
 
 

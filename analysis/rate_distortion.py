@@ -17,7 +17,7 @@ from analysis.methods import name_of
 from analysis.reconstruction import add_recipe_options, layers_table, notes, recipe_of, totals_table
 from analysis.report import Cell, Figure, Report, ReportError, Table, draw, style
 from analysis.runs import COLORS
-from isgq.core.registry import codec
+from isgq.codecs import codec
 
 _PRECISION = 0.05  # a curve's points need not be as exact as a comparison with theory
 _SHARES = (0.001, 0.01, 0.1)

@@ -27,8 +27,8 @@ from analysis.measure import Quality, measure
 from analysis.methods import SPECS, name_of
 from analysis.report import Cell, Figure, Report, ReportError, Table, draw, style
 from analysis.theory import Prediction, predict
+from isgq.codecs import codec
 from isgq.core.codec import PairCodec
-from isgq.core.registry import codec
 from isgq.launch import launch
 
 AGREES = 0.02

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from analysis.gradients import LayerGradient
+from isgq.codecs import AnyCodec
 from isgq.codecs.eus import EUS
 from isgq.codecs.exact import Exact
 from isgq.codecs.feedback import ErrorFeedback, MomentumCorrection
@@ -27,7 +28,6 @@ from isgq.codecs.pair import Separate
 from isgq.codecs.rotated import Rotated
 from isgq.codecs.sign import Sign
 from isgq.codecs.sparse import RandomK, RTopK, TopK, largest, to_count
-from isgq.core.registry import AnyCodec
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,9 @@ from analysis.gradients import LayerGradient, capture_gradients, weight_numel
 from analysis.measure import decode, encode
 from analysis.measure import measure as measure_layer
 from analysis.methods import SPECS
+from isgq.codecs import AnyCodec, codec
 from isgq.core.codec import PairCodec
 from isgq.core.errors import OptionError
-from isgq.core.registry import AnyCodec, codec
 from isgq.wire import pack, unpack
 
 NETWORKS = ("fc", "lenet")

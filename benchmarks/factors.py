@@ -10,10 +10,10 @@ import torch
 
 import data
 from analysis.gradients import capture_gradients, weight_numel
+from isgq.codecs import codec
 from isgq.core.codec import PairCodec
 from isgq.core.keys import Key
 from isgq.core.payload import LowRank
-from isgq.core.registry import codec
 from isgq.wire import pack_message
 
 SPECS = (

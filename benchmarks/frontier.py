@@ -39,10 +39,10 @@ import models
 from benchmarks.simulated import exchanges, together
 from isgq.aggregate import Step
 from isgq.choice import choose
+from isgq.codecs import codec, split_spec
 from isgq.core.codec import Codec, PairCodec, PlansTogether, learned_by, pair_digests
 from isgq.core.keys import Key, random_int32
 from isgq.core.payload import Factors, PairPayload, Payload
-from isgq.core.registry import codec, split_spec
 from isgq.layers.capture import Capture, Unit, find_units
 from isgq.rounds import Rounds
 from isgq.routing import direct_carriers

@@ -17,9 +17,9 @@ import torch
 import data
 from analysis.methods import SPECS
 from benchmarks.codecs import FULL, capture_inputs
+from isgq.codecs import codec
 from isgq.core.codec import PairCodec
 from isgq.core.keys import Key
-from isgq.core.registry import codec
 from isgq.wire import pack, unpack
 
 DIRECT = tuple(spec for spec in SPECS if not isinstance(codec(spec), PairCodec))

@@ -1,6 +1,6 @@
 """The command ``isgq``: ``isgq plan --model lenet --data fashion --batch 32 --workers 8 --link 100Mbit/s+1ms``.
 
-``isgq doctor`` is in :mod:`isgq.doctor`, ``isgq watch`` in :mod:`isgq.watch`.
+``isgq doctor`` is in :mod:`isgq.diagnosis`, ``isgq watch`` in :mod:`isgq.watch`.
 
 Models and data by name are those of the packages ``models`` and ``data`` beside this library's source. Your own model
 is ``--model package.module:factory --input-shape 3,32,32``, where the factory takes no arguments.
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from isgq.auto import DEFAULT_WAYS
 from isgq.core.errors import IsgqError, OptionError
-from isgq.doctor import configure as configure_doctor
-from isgq.doctor import run as run_doctor
+from isgq.diagnosis import configure as configure_doctor
+from isgq.diagnosis import run as run_doctor
 from isgq.forecast import plan
 from isgq.watch import configure as configure_watch
 from isgq.watch import run as run_watch

@@ -24,8 +24,8 @@ import torch
 
 from data.dataset import DataError
 from data.idx import read_idx
+from isgq.codecs import codec, codec_names, spec_of
 from isgq.core.errors import OptionError
-from isgq.core.registry import codec, codec_names, spec_of
 from models import ModelError
 from tests.data.files import digits, idx, idx_folder
 from tests.fuzz_wire import SPARE_MEMORY, Frame, limit_memory, mutate

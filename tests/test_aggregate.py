@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import data
 import isgq
 import models
+from isgq.codecs import codec_names
 from isgq.core.codec import Codec
 from isgq.core.errors import MismatchError, OptionError
-from isgq.core.registry import codec_names
 from isgq.launch import launch
 from isgq.records import Rows
 from isgq.sharding import assign, cut, fill

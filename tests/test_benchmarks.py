@@ -11,7 +11,7 @@ from analysis.measure import entropy
 from analysis.methods import SPECS
 from benchmarks.codecs import NETWORKS, QUICK, STAGES, kept, main, table
 from benchmarks.frontier import main as frontier
-from isgq.core.registry import codec, codec_names
+from isgq.codecs import codec, codec_names
 
 CHOSEN = ("exact", "sign", "dithered:levels=1", "error_feedback(top_k:k=0.01)", "separate(dithered)", "naive")
 QUALITY = {"bytes", "bits_per_element", "symbols", "nmse", "bias", "bias_noise"}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import isgq
+from isgq.codecs import codec_names
 from isgq.core.keys import random_int32, uniform
-from isgq.core.registry import codec_names
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

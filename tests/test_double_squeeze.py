@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from isgq.codecs import codec
 from isgq.codecs.feedback import memory_of
 from isgq.core.codec import Codec
 from isgq.core.keys import Key
-from isgq.core.registry import codec
 
 DIMENSION, GAMMA, SMOOTHNESS = 50, 0.05, 1.0
 CURVATURE = torch.linspace(0.1, SMOOTHNESS, DIMENSION, dtype=torch.float64)

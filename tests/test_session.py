@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import data
 import isgq
 import models
+from isgq.codecs import codec_names
 from isgq.core.errors import InstrumentError, IsgqError, MismatchError, OptionError
-from isgq.core.registry import codec_names
 from isgq.exchange import Loopback, Pending, TorchExchange
 from isgq.launch import launch
 

@@ -61,13 +61,13 @@ def test_no_file_holds_two_things(path: Path) -> None:
 
 SCRIPT = """
 import threading, time
-start = time.perf_counter()
-import numpy, scipy, scipy.optimize, scipy.special, torch, torch.distributed
-theirs = time.perf_counter() - start
+import numpy, torch
 state, threads, seed = torch.get_rng_state(), threading.active_count(), numpy.random.get_state()[1].tolist()
 start = time.perf_counter()
 import isgq
-print(time.perf_counter() - start, theirs)
+print(time.perf_counter() - start)
+for name in isgq.__all__:  # which imports all that a user may name
+    getattr(isgq, name)
 assert torch.equal(state, torch.get_rng_state())
 assert seed == numpy.random.get_state()[1].tolist()
 assert threads == threading.active_count()
@@ -78,5 +78,4 @@ assert torch.get_default_dtype() == torch.float32 and not torch.distributed.is_i
 def test_importing_does_nothing_else_and_is_quick() -> None:
     result = subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
-    ours, theirs = map(float, result.stdout.split())
-    assert ours < 0.2 + theirs  # generous: machines are busy
+    assert float(result.stdout) < 0.2

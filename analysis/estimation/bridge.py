@@ -26,10 +26,10 @@ from torch import Tensor
 from analysis.estimation.checks import Array, at_least
 from analysis.gradients import capture_batches
 from data.dataset import Dataset
+from isgq.codecs import codec
 from isgq.codecs.sparse import rtop_k, to_count
 from isgq.core.errors import OptionError
 from isgq.core.keys import Key
-from isgq.core.registry import codec
 
 RATIOS = (2, 4, 8, 16)
 """r / k of rTop-k."""

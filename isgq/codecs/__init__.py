@@ -1,4 +1,7 @@
-"""The compressors, each a registered dataclass; importing this package registers them all."""
+"""The compressors, each a registered dataclass; importing this package registers them all.
+
+So it is the place to take the registry's functions from.
+"""
 
 from isgq.codecs import (
     balanced,
@@ -22,13 +25,26 @@ from isgq.codecs import (
     subspace,
     terngrad,
 )
-from isgq.core.registry import register_alias
+from isgq.core.registry import (
+    AnyCodec,
+    codec,
+    codec_class,
+    codec_names,
+    register_alias,
+    register_codec,
+    spec_of,
+    split_spec,
+)
 
 register_alias("isgq", "separate(dithered:levels=1,bucket=row)")  # the recommended default
 
 __all__ = [
+    "AnyCodec",
     "balanced",
     "casts",
+    "codec",
+    "codec_class",
+    "codec_names",
     "dithered",
     "ecsq",
     "eus",
@@ -41,10 +57,14 @@ __all__ = [
     "pair",
     "qcs",
     "qsgd",
+    "register_alias",
+    "register_codec",
     "rotated",
     "schedule",
     "sign",
     "sparse",
+    "spec_of",
+    "split_spec",
     "subspace",
     "terngrad",
 ]

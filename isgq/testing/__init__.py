@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isgq.core.registry import AnyCodec, codec
+from isgq.codecs import AnyCodec, codec
 from isgq.testing.cases import embedding_contract, linear_contract, normal
 from isgq.testing.laws import LAWS
 from isgq.testing.subject import Subject

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from isgq.codecs import codec, spec_of
 from isgq.core.codec import PairCodec
 from isgq.core.errors import CodecError, NonFiniteError
 from isgq.core.keys import uniform
 from isgq.core.payload import Factors, LowRank, PairPayload, Payload, Symbols
-from isgq.core.registry import codec, spec_of
 from isgq.testing.cases import contract
 from isgq.testing.subject import Subject, open_with, tensors_of
 from isgq.wire import pack, unpack

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import isgq.codecs  # noqa: F401  (registers the codecs)
+from isgq.codecs import AnyCodec, codec, spec_of
 from isgq.core.codec import PairCodec
 from isgq.core.keys import Key
 from isgq.core.payload import Factors, LowRank, PairPayload, Payload
-from isgq.core.registry import AnyCodec, codec, spec_of
 from isgq.testing.cases import Case, contract, pair_cases, statistical_cases, tensor_cases
 
 

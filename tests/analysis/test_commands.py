@@ -13,7 +13,7 @@ from analysis.methods import NAMES, SPECS, name_of
 from analysis.rate_distortion import FAMILIES, pareto
 from analysis.report import ReportError, load
 from analysis.runs import Summary, append_metrics, save_summary
-from isgq.core.registry import codec, codec_names
+from isgq.codecs import codec, codec_names
 
 SMALL = ["--model", "fc:hidden=8", "--data", "mnist5k", "--batch", "4", "--processes", "1"]
 

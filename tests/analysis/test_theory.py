@@ -10,9 +10,9 @@ from analysis.gradients import LayerGradient
 from analysis.measure import measure
 from analysis.reconstruction import effective_rank, factors_table
 from analysis.theory import predict
+from isgq.codecs import codec
 from isgq.codecs.variance import product_variance
 from isgq.core.payload import Factors
-from isgq.core.registry import codec
 from isgq.layers.capture import find_units
 from isgq.testing import normal
 

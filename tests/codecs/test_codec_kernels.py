@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from isgq.codecs import codec
 from isgq.codecs.nested import NestedDithered
 from isgq.core.kernels import compiled, disabled
 from isgq.core.keys import Key, random_int32, uniform
 from isgq.core.parallel import PART
 from isgq.core.payload import Payload
-from isgq.core.registry import codec
 
 SPECS = [
     *(f"dithered:levels={levels},bucket=row" for levels in (1, 2, 7, 127, 128, 4095)),

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from isgq.codecs import codec, spec_of
 from isgq.codecs.eus import EUS
 from isgq.core.errors import CodecError, NonFiniteError, OptionError
 from isgq.core.keys import Key
 from isgq.core.payload import Payload, Symbols
-from isgq.core.registry import codec, spec_of
 from isgq.wire import pack, unpack
 from tests.codecs.inputs import SHAPES, normal
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from isgq.codecs import codec, codec_names, register_codec
 from isgq.codecs.dithered import Dithered
 from isgq.codecs.pair import Separate
 from isgq.core import registry
@@ -14,7 +15,6 @@ from isgq.core.codec import Codec, PairCodec
 from isgq.core.errors import CodecError, OptionError
 from isgq.core.keys import Key
 from isgq.core.payload import Factors, Payload
-from isgq.core.registry import codec, codec_names, register_codec
 from isgq.testing import LAWS, Subject, check_codec, laws
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.grad import conv2d_weight
 
+from isgq.codecs import codec
 from isgq.codecs.dithered import Dithered
 from isgq.codecs.lloyd_max import LloydMax
 from isgq.codecs.pair import MinimumVariance, MinimumVarianceUnbiased, Naive, Separate, fit_points
@@ -15,7 +16,6 @@ from isgq.core.codec import PairCodec
 from isgq.core.errors import CodecError, OptionError
 from isgq.core.keys import Key
 from isgq.core.payload import Factors
-from isgq.core.registry import codec
 from isgq.testing import embedding_contract, linear_contract, normal
 
 KEY = Key("w", seed=1)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import isgq
+from isgq.codecs import spec_of
 from isgq.codecs.schedule import Scheduled
 from isgq.core.errors import OptionError
-from isgq.core.registry import spec_of
 
 
 def test_geometric_between_fractions_and_constant_afterwards() -> None:

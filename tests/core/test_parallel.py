@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from isgq.codecs import codec
 from isgq.core import parallel
 from isgq.core.keys import Key, uniform
 from isgq.core.parallel import map_pieces
-from isgq.core.registry import codec
 
 
 @pytest.fixture(params=[1, 3])

@@ -5,11 +5,11 @@ from typing import ClassVar, Literal
 
 import pytest
 
+from isgq.codecs import codec, codec_class, codec_names, register_alias, register_codec, spec_of
 from isgq.codecs.roles import choose_codecs
 from isgq.core import registry
 from isgq.core.codec import Codec
 from isgq.core.errors import OptionError
-from isgq.core.registry import codec, codec_class, codec_names, register_alias, register_codec, spec_of
 
 
 @pytest.fixture(autouse=True)
