@@ -125,7 +125,11 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():  # Windows
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["isgq.instrumenting", "torch._dynamo", "numba"])  # so that no rank spends seconds on them
+    context.set_forkserver_preload([
+        "isgq.instrumenting",
+        "torch._dynamo",
+        "numba",
+    ])  # so that no rank spends seconds on them
     return context
 
 
