@@ -3,7 +3,8 @@
 Two routes travel by records. *Factors*: a pair payload; where this rank has no valid pairs (the gradient was edited, a
 convolution ran at several image sizes) the plain gradient instead, weight and riding bias in one vector; a record
 describes itself, so the other ranks need not know beforehand. *Direct*: a payload of the gradient, of some of its rows,
-or of several gradients as one vector.
+or of several gradients as one vector; where this rank does not trust its codec any more, the plain gradient with all
+that was left out of earlier ones.
 """
 
 import math
@@ -14,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from isgq.codecs.exact import Exact
+from isgq.codecs.feedback import memory_of
 from isgq.core.codec import Codec, PairCodec, PlansTogether, pair_digests
 from isgq.core.errors import CodecError, NonFiniteError
 from isgq.core.extremes import check_finite
@@ -24,7 +27,8 @@ from isgq.planner import NO_PAIR, NO_PRODUCT, PAIRLESS, REFUSED, UNSEEN
 from isgq.windows import Window
 
 Record = Payload | PairPayload
-_PLAIN = "exact"  # codec name of a record that holds a plain gradient
+_EXACT = Exact()
+_PLAIN = _EXACT.name  # of a record that holds a plain gradient
 # How far the captured pairs' product may be from autograd's gradient before they are not trusted: relative to its norm
 # in half precision and where float32 may be TensorFloat-32, and else in roundings of its terms.
 _HALF, _TENSOR_FLOAT, _ROUNDINGS = 5e-2, 1e-3, 64
@@ -124,12 +128,14 @@ class Carrier(Protocol):
         names: the parameters it carries, or some rows of them.
         rows: what it carries.
         server: the rank that averages it, where not every rank does so for itself.
+        distrusted: why this rank's gradient travels whole from now on; empty if it does not.
     """
 
     name: str
     names: Sequence[str]
     rows: Sequence[Rows]
     server: int
+    distrusted: str
 
     def encode(self, gradients: Mapping[str, Tensor], key: Key) -> Record | Unfinished:
         """This rank's record; NonFiniteError on NaN or Inf in what would travel.
@@ -163,7 +169,7 @@ class FactorCarrier:
         windows: every parameter's window by name.
         server: see :class:`Carrier`.
         say: told, by name, of gradients whose pairs are missing or wrong.
-        distrusted: why this rank's gradient travels whole from now on; empty if it does not.
+        distrusted: see :class:`Carrier`.
     """
 
     codec: PairCodec
@@ -319,12 +325,14 @@ class DirectCarrier:
         name: see :class:`Carrier`.
         rows: see :class:`Carrier`; of gradients of one dtype.
         server: see :class:`Carrier`.
+        distrusted: see :class:`Carrier`.
     """
 
     codec: Codec
     name: str
     rows: Sequence[Rows]
     server: int = 0
+    distrusted: str = ""
 
     def __post_init__(self) -> None:
         self.names: Sequence[str] = list(dict.fromkeys(rows.name for rows in self.rows))
@@ -340,7 +348,11 @@ class DirectCarrier:
     def encode(self, gradients: Mapping[str, Tensor], key: Key) -> Record:
         """See :class:`Carrier`."""
         parts = [rows.of(gradients[rows.name]) for rows in self.rows]
-        return self.codec.encode(parts[0] if len(parts) == 1 else torch.cat([p.reshape(-1) for p in parts]), key)
+        whole = parts[0] if len(parts) == 1 else torch.cat([p.reshape(-1) for p in parts])
+        if not self.distrusted:
+            return self.codec.encode(whole, key)
+        memory = memory_of(self.codec)
+        return _EXACT.encode(whole, key) if memory is None else memory.encode_by(_EXACT, whole, key)
 
     def decode(self, record: Record) -> Tensor:
         """See :class:`Carrier`: at least float32.
@@ -351,7 +363,8 @@ class DirectCarrier:
         if not isinstance(record, Payload) or record.shape != self.shape:
             came = getattr(record, "shape", type(record).__name__)
             raise CodecError(f"{self.name!r} of shape {self.shape} came as {came}")
-        return self.codec.decode(record).to(torch.promote_types(record.dtype, torch.float32))
+        codec = _EXACT if record.codec == _EXACT.name else self.codec
+        return codec.decode(record).to(torch.promote_types(record.dtype, torch.float32))
 
     def digests(self, key: Key) -> int:
         """See :class:`Carrier`."""

@@ -9,8 +9,9 @@ All ranks may write to one file: every observed step of every rank is one line, 
 A step that the ranks refused, or that a resumed run takes again, has its line again: the last one counts. Nothing is
 measured, kept or written in the steps between, and a session without telemetry does not know of it.
 
-With ``alarm=``, a layer whose factors keep more error than that travels whole from then on. The ranks need not agree
-on it: each watches its own gradients, and a record says itself how to read it, so all still hold the same bits.
+With ``alarm=``, a gradient whose compression leaves out more than that travels whole from then on, and with it what was
+left out before. The ranks need not agree on it: each watches its own gradients, and a record says itself how to read
+it, so all still hold the same bits.
 """
 
 import json
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from isgq.aggregate import Gather, Step
 from isgq.core.errors import OptionError
-from isgq.records import Carrier, FactorCarrier, Record, ledger_name
+from isgq.records import Carrier, Record, ledger_name
 from isgq.session import Session
 
 _IN_A_ROW = 3
@@ -58,6 +59,13 @@ class Measure:
     nmse: float | None
     cosine: float | None
     memory: float
+
+    @property
+    def left_out(self) -> tuple[str, float]:
+        """What tells best how much of the gradient is left out, and how much; relative to its squared norm."""
+        if self.memory and self.gradient:
+            return "memory", (self.memory / self.gradient) ** 2
+        return "NMSE", self.nmse or 0.0
 
 
 @dataclass
@@ -127,8 +135,9 @@ class Telemetry:
         session: the session.
         every: how many steps are between two that are observed.
         path: takes one line a step; None for none.
-        alarm: NMSE above which, in three observed steps in a row, this rank's gradient of a layer with factors travels
-            whole from then on; the session's log says so once. None for never.
+        alarm: what may be left out of a gradient: its NMSE or, where there is memory, the squared norm of that over
+            the gradient's. If it is more in three observed steps in a row, this rank's gradient travels whole from
+            then on, which the session's log says once. None for never.
         board: takes ``isgq/WHAT/PARAMETER`` as curves, e.g. ``torch.utils.tensorboard.SummaryWriter()``, which needs
             the package ``tensorboard``. None for none.
 
@@ -189,13 +198,16 @@ class Telemetry:
                         self._board.add_scalar(f"isgq/{what}/{name}", value, step.number)
 
     def _watch(self, step: Step, found: Mapping[str, Measure], alarm: float) -> None:
-        for name, each in found.items():
-            self._above[name] = self._above[name] + 1 if each.nmse is not None and each.nmse > alarm else 0
-            if self._above[name] == _IN_A_ROW:
-                self._distrusted[name] = f"its NMSE has been above {alarm:g} up to step {step.number}"
         for carrier in step.carriers:
-            if isinstance(carrier, FactorCarrier) and not carrier.distrusted:
-                carrier.distrusted = self._distrusted.get(carrier.name, "")
+            each = found.get(ledger_name(carrier))
+            if each is None or carrier.distrusted:
+                continue
+            what, share = each.left_out
+            self._above[carrier.name] = self._above[carrier.name] + 1 if share > alarm else 0
+            if carrier.name in self._distrusted or self._above[carrier.name] == _IN_A_ROW:
+                reason = f"its {what} has been above {alarm:g} up to step {step.number}"
+                carrier.distrusted = self._distrusted.setdefault(carrier.name, reason)
+                step.say(f"{carrier.name} travels whole from now on: {carrier.distrusted}")
 
     def _append(self, line: bytes) -> None:
         """In one piece, so that lines of several ranks do not mix."""

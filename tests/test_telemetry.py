@@ -127,26 +127,53 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def alarmed(path: str) -> tuple[torch.Tensor, list[str]]:
-    """Weights after steps in which rank 1 finds the error of its factors too large."""
-    said: list[str] = []
-    model, rank = make(), dist.get_rank()
-    with isgq.instrument(model, "dithered:levels=1", routes="factors", log=said.append) as session:
-        if rank == 1:
-            isgq.Telemetry(session, every=1, path=path, alarm=1e-3)
-        train(session, model, 5, rank)
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), said
+ALARMED: dict[str, tuple[dict[str, Any], str]] = {
+    "factors": ({"codec": "dithered:levels=1", "routes": "factors"}, "NMSE"),
+    "direct": ({"codec": "qsgd:levels=1"}, "NMSE"),
+    "memory": ({"codec": TOP_K}, "memory"),
+    "momentum": ({"codec": "momentum_correction(top_k:k=0.25)"}, "memory"),
+    "of the model": ({"codec": TOP_K, "scope": "model"}, "memory"),
+    "two_pass": ({"codec": "top_k:k=0.25", "aggregate": "two_pass", "down": "one_bit"}, "memory"),
+}
 
 
-def test_a_layer_that_drifts_travels_whole_from_one_rank_and_all_hold_the_same_bits(tmp_path: Path) -> None:
-    (weights, quiet), (same, said) = launch(alarmed, 2, args=(str(tmp_path / "t.jsonl"),), timeout=30)
+def alarmed(path: str) -> dict[str, tuple[torch.Tensor, list[str]]]:
+    """Weights after steps in which rank 1 finds that too much is left out of its gradients."""
+    found = {}
+    for name, (options, _) in ALARMED.items():
+        said: list[str] = []
+        model, rank = make(), dist.get_rank()
+        with isgq.instrument(model, log=said.append, **options) as session:
+            if rank == 1:
+                isgq.Telemetry(session, every=1, path=f"{path}/{name}.jsonl", alarm=1e-3)
+            train(session, model, 5, rank)
+        found[name] = torch.cat([p.detach().flatten() for p in model.parameters()]), said
+    return found
+
+
+@pytest.fixture(scope="module")
+def drifted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("alarm")
+    return folder, launch(alarmed, 2, args=(str(folder),), timeout=30)
+
+
+@pytest.mark.parametrize("name", ALARMED)
+def test_what_drifts_travels_whole_from_one_rank_and_all_hold_the_same_bits(
+    drifted: tuple[Path, list[dict[str, Any]]], name: str
+) -> None:
+    folder, results = drifted
+    (weights, quiet), (same, said) = (result[name] for result in results)
     assert torch.equal(weights, same)
-    errors = [line["parameters"]["0.weight"]["nmse"] for line in lines(tmp_path / "t.jsonl")]
-    assert min(errors[:3]) > 1e-3
-    assert errors[3:] == [0, 0]
-    reason = "0.weight travels whole wherever this happens: its NMSE has been above 0.001 up to step 2"
-    assert sum(reason in words for words in said) == 1
-    assert not any("NMSE" in words for words in quiet)
+    written = [line["parameters"] for line in lines(folder / f"{name}.jsonl")]
+    first = {key for key, each in written[0].items() if (each["memory"] or each["nmse"]) > 1e-3}
+    assert len(first) >= (1 if name == "of the model" else 2)
+    what = ALARMED[name][1]
+    for key in first:
+        reason = f"travels whole from now on: its {what} has been above 0.001 up to step 2"
+        assert sum(reason in words and words.startswith(f"isgq: {key}") for words in said) >= 1
+        assert all(step[key]["memory"] == 0 for step in written[3:])  # nothing is owed any more
+        assert written[4][key]["nmse"] == 0 or name == "momentum"
+    assert not any("travels whole" in words for words in quiet)
 
 
 def observed(path: str) -> dict[str, Any]:

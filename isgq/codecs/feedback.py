@@ -84,6 +84,18 @@ class Remembering:
         """False: what is left out comes later."""
         return False
 
+    def encode(self, x: Tensor, key: Key) -> Payload:
+        """Compress x and what is remembered for ``key.name``, and remember the rest.
+
+        Raises:
+            NonFiniteError: x holds NaN or Inf.
+        """
+        return self.encode_by(self.codec, x, key)
+
+    def encode_by(self, codec: Codec, x: Tensor, key: Key) -> Payload:
+        """The same with another inner codec, which then also decodes it."""
+        raise NotImplementedError
+
     def decode(self, payload: Payload) -> Tensor:
         """As the inner codec."""
         return self.codec.decode(payload)
@@ -131,14 +143,14 @@ class ErrorFeedback(Remembering):
             raise OptionError(f"reset={self.reset} of error_feedback must be a number of steps, or 0 for never")
         _check_inner("error_feedback", self.codec)
 
-    def encode(self, x: Tensor, key: Key) -> Payload:
-        """Compress x plus the memory of ``key.name``, and remember the rest."""
+    def encode_by(self, codec: Codec, x: Tensor, key: Key) -> Payload:
+        """See :class:`Remembering`."""
         check_finite(x, f"the gradient of {key.name!r}")
         value = x.detach().to(torch.float32)
         if not (self.reset and key.step % self.reset == 0):
             value = value + self.decay * self.memory.read(key.name, x)
-        payload = self.codec.encode(value.to(x.dtype), key)
-        self.memory.write(key.name, value - self.codec.decode(payload).to(torch.float32))
+        payload = codec.encode(value.to(x.dtype), key)
+        self.memory.write(key.name, value - codec.decode(payload).to(torch.float32))
         return payload
 
 
@@ -167,13 +179,13 @@ class MomentumCorrection(Remembering):
             raise OptionError(f"momentum={self.momentum} of momentum_correction must be in [0, 1)")
         _check_inner("momentum_correction", self.codec)
 
-    def encode(self, x: Tensor, key: Key) -> Payload:
-        """Compress the accumulated momentum of ``key.name``, and remember the rest."""
+    def encode_by(self, codec: Codec, x: Tensor, key: Key) -> Payload:
+        """See :class:`Remembering`."""
         check_finite(x, f"the gradient of {key.name!r}")
         u = self.momentum * self.memory.read(f"{key.name}/u", x) + x.detach().to(torch.float32)
         v = self.memory.read(f"{key.name}/v", x) + u
-        payload = self.codec.encode(v.to(x.dtype), key)
-        sent = self.codec.decode(payload).to(torch.float32)
+        payload = codec.encode(v.to(x.dtype), key)
+        sent = codec.decode(payload).to(torch.float32)
         self.memory.write(f"{key.name}/u", u.masked_fill(sent != 0, 0) if self.masking else u)
         self.memory.write(f"{key.name}/v", v - sent)
         return payload
