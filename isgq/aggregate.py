@@ -14,7 +14,7 @@ memory goes back to what it was. Every rank decodes the same messages in rank or
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -349,7 +349,7 @@ def replies_of(carriers: Sequence[Carrier], down: Codec) -> list[DirectCarrier]:
     replies = []
     for carrier in carriers:
         if isinstance(carrier, DirectCarrier):
-            replies.append(DirectCarrier(down, f"{carrier.name}/down", carrier.rows, carrier.server))
+            replies.append(replace(carrier, codec=down, name=f"{carrier.name}/down", distrusted=""))
         else:
             replies += [DirectCarrier(down, f"{rows.label}/down", [rows], carrier.server) for rows in carrier.rows]
     return replies

@@ -83,7 +83,8 @@ def scatter(rows: Sequence[Rows], flat: Tensor, means: MutableMapping[str, Tenso
 
 def ledger_name(carrier: "Carrier") -> str:
     """The parameter that a carrier's bytes are counted for, or what stands for several."""
-    return carrier.rows[0].name if len(carrier.names) == 1 else carrier.name
+    names = {rows.name for rows in carrier.rows}
+    return names.pop() if len(names) == 1 else carrier.name
 
 
 def names_of(unit: Unit) -> Sequence[str]:
@@ -326,6 +327,7 @@ class DirectCarrier:
         rows: see :class:`Carrier`; of gradients of one dtype.
         server: see :class:`Carrier`.
         distrusted: see :class:`Carrier`.
+        riding: further parameters that the rows tell of; see :mod:`isgq.rounds`.
     """
 
     codec: Codec
@@ -333,9 +335,10 @@ class DirectCarrier:
     rows: Sequence[Rows]
     server: int = 0
     distrusted: str = ""
+    riding: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        self.names: Sequence[str] = list(dict.fromkeys(rows.name for rows in self.rows))
+        self.names: Sequence[str] = list(dict.fromkeys([*(rows.name for rows in self.rows), *self.riding]))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """The mean over all ranks in a common subspace, in two rounds of two passes each.
 
-With G_w a rank's gradient as a matrix ``[m, n]`` (index legend in :mod:`isgq.codecs.subspace`), M_w = G_w + memory_w,
-and right directions V ``[k, n]`` common to all ranks:
+With G_w a rank's gradient as a matrix ``[m, n]`` (index legend in :mod:`isgq.codecs.subspace`; the bias gradient is its
+last column), M_w = G_w + memory_w, and right directions V ``[k, n]`` common to all ranks:
 
     left    all send V M_w^T; their mean, made orthonormal, is U ``[k, m]``, common to all
     right   all send C_w = U M_w; their mean is C ``[k, n]``, applied is U^T C, and C made orthonormal is the next V
@@ -20,7 +20,7 @@ in the left round, with the same memory (U is the identity).
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 from isgq.aggregate import Outgoing, Step, TwoPass
 from isgq.choice import Choice
 from isgq.codecs.feedback import ErrorFeedback, Memory
-from isgq.codecs.subspace import first_basis, orthonormal
+from isgq.codecs.subspace import Subspace, first_basis, orthonormal
 from isgq.core.errors import OptionError
 from isgq.exchange import Exchange
 from isgq.records import scatter
@@ -78,29 +78,27 @@ class Rounds(TwoPass):
         self._codec, self._memory, self._bases = choice.subspace, Memory(), Memory()
         self._memories = {"up": self._memory, "common": self._bases}
         self._left: Step | None = None
+        self._blocks: dict[str, _Block] = {}
         self._compensated: dict[str, Tensor] = {}
 
     def encode(self, step: Step) -> Outgoing:
         """This rank's part of the left round."""
-        self._compensated = {}
-        shapes = {
-            name: (k, shape[0]) if (k := self._codec.directions(shape)) else shape
-            for name, shape in _shapes(step).items()
-        }
+        self._compensated, self._blocks = {}, _blocks(step, self._codec)
+        shapes = {name: block.projected for name, block in self._blocks.items()}
         self._left = self._round(step, "left", shapes, functools.partial(self._project, step))
         return super().encode(self._left)
 
     def _reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
         assert self._left is not None
-        means, shapes = super()._reduce(self._left, outgoing, headers), _shapes(step)
+        means, blocks = super()._reduce(self._left, outgoing, headers), self._blocks
         errors, sizes, moved = self._errors(self._left), self.sizes, (self.up, self.down)
-        bases = {name: orthonormal(mean) for name, mean in means.items() if self._codec.directions(shapes[name])}
+        bases = {name: orthonormal(mean) for name, mean in means.items() if blocks[name].directions}
 
         def coefficients(name: str) -> Tensor:
-            matrix = _matrix(self._compensated[name])
+            matrix = self._compensated[name]
             return bases[name].to(matrix.device) @ matrix
 
-        wanted = {name: (len(basis), math.prod(shapes[name][1:])) for name, basis in bases.items()}
+        wanted = {name: (len(basis), blocks[name].columns) for name, basis in bases.items()}
         right = self._round(step, "right", wanted, coefficients)
         outgoing = super().encode(right)
         found = super()._reduce(right, outgoing, super().agree(right, outgoing))
@@ -109,43 +107,45 @@ class Rounds(TwoPass):
             [a + b for a, b in zip(*pair, strict=True)] for pair in zip(moved, (self.up, self.down), strict=True)
         )
         errors = {name: error for name, error in errors.items() if name not in bases} | self._errors(right)
-        for name in means:
+        for name in list(means):
             if name in bases:
-                means[name] = bases[name].T @ found[name]
                 self._bases.write(name, orthonormal(found[name]))
-            self._keep(name, shapes[name], bases.get(name), right.gradients, errors.get(name))
+                means.update(blocks[name].split(bases[name].T @ found[name]))
+            self._keep(blocks[name], bases.get(name), right.gradients, errors.get(name))
         return means
 
     def _keep(
-        self,
-        name: str,
-        shape: Sequence[int],
-        basis: Tensor | None,
-        coefficients: Mapping[str, Tensor],
-        error: Tensor | None,
+        self, block: "_Block", basis: Tensor | None, coefficients: Mapping[str, Tensor], error: Tensor | None
     ) -> None:
-        """Remember what of a parameter was not applied.
+        """Remember what of a block was not applied.
 
         Args:
-            name: of the parameter.
-            shape: its shape.
-            basis: U; None where the parameter was sent as it is.
+            block: the block.
+            basis: U; None where the block was sent as it is.
             coefficients: C_w by name, of what this rank has sent.
             error: ``e_w + N e_s``, if this rank has sent or served any of it.
         """
-        held = self._compensated.get(name)
+        held = self._compensated.get(block.name)
         if held is None and error is None:
             return
         if held is None:
-            held = self._memory.read(name, torch.empty(tuple(shape)))
-            given = torch.zeros(())
+            held, given = self._remembered(block, None), torch.zeros(())
         else:
-            given = held if basis is None else coefficients[name]
+            given = held if basis is None else coefficients[block.name]
         if error is not None:
             given = given - error.to(held.device)
         if basis is not None:
             given = basis.T.to(held.device) @ given
-        self._memory.write(name, held - given.view(held.shape))
+        for name, part in block.split(held - given.view(held.shape)).items():
+            self._memory.write(name, part)
+
+    def _remembered(self, block: "_Block", gradients: Mapping[str, Tensor] | None) -> Tensor:
+        """The memory of a block, plus the gradients if given."""
+        parts = {}
+        for name, shape in block.shapes.items():
+            gradient = torch.zeros(shape) if gradients is None else gradients[name].detach().to(torch.float32)
+            parts[name] = gradient + self._memory.read(name, gradient).to(gradient.device)
+        return block.join(parts)
 
     def _round(
         self, step: Step, side: _Side, shapes: Mapping[str, Sequence[int]], make: Callable[[str], Tensor]
@@ -155,20 +155,20 @@ class Rounds(TwoPass):
             codec.load_state_dict({})
         likes = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
         carriers = direct_carriers(self._sent, likes, "tensor", [0] * self.servers)
-        named = [replace(carrier, name=f"{carrier.name}/{side}") for carrier in carriers]
+        named = [
+            replace(c, name=f"{c.name}/{side}", riding=list(self._blocks[c.rows[0].name].shapes)) for c in carriers
+        ]
         return replace(step, carriers=named, gradients=_Made(list(likes), make))
 
     def _project(self, step: Step, name: str) -> Tensor:
-        """A gradient with what is remembered, on the common directions: ``[k, m]``; or as it is."""
-        gradient = step.gradients[name].detach().to(torch.float32)
-        self._compensated[name] = gradient + self._memory.read(name, gradient).to(gradient.device)
-        k = self._codec.directions(gradient.shape)
-        if not k:
-            return self._compensated[name]
-        matrix = _matrix(self._compensated[name])
+        """A block with what is remembered, on the common directions: ``[k, m]``; or as it is."""
+        block = self._blocks[name]
+        matrix = self._compensated[name] = self._remembered(block, step.gradients)
+        if not block.directions:
+            return matrix
         basis = self._bases.tensors.get(name)
         if basis is None:
-            basis = first_basis(name, step.seed, k, matrix.shape[1])
+            basis = first_basis(name, step.seed, block.directions, block.columns)
         return basis.to(matrix.device) @ matrix.T
 
     def _errors(self, step: Step) -> dict[str, Tensor]:
@@ -185,11 +185,64 @@ class Rounds(TwoPass):
         return total
 
 
-def _shapes(step: Step) -> dict[str, tuple[int, ...]]:
-    """Of all parameters that are carried; carriers hold whole ones."""
-    return {rows.name: rows.shape for carrier in step.carriers for rows in carrier.rows}
+@dataclass(frozen=True)
+class _Block:
+    """Gradients that travel together: a weight as a matrix, its bias as the last column; or one as it is.
+
+    Attributes:
+        shapes: by parameter name, the weight first.
+        directions: how many; 0 where it is sent as it is.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    directions: int
+
+    @property
+    def name(self) -> str:
+        """Of the weight."""
+        return next(iter(self.shapes))
+
+    @property
+    def columns(self) -> int:
+        """Of the matrix."""
+        return math.prod(self.shapes[self.name][1:]) + len(self.shapes) - 1
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """Shape of what is sent in the left round."""
+        shape = self.shapes[self.name]
+        return (self.directions, shape[0]) if self.directions else shape
+
+    def join(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The matrix ``[m, n]``; what is sent as it is, in its shape."""
+        if not self.directions:
+            return parts[self.name]
+        return torch.cat([parts[name].reshape(shape[0], -1) for name, shape in self.shapes.items()], 1)
+
+    def split(self, matrix: Tensor) -> dict[str, Tensor]:
+        """Inverse of :meth:`join`."""
+        if not self.directions:
+            return {self.name: matrix}
+        sizes = [math.prod(shape[1:]) for shape in self.shapes.values()]
+        parts = torch.split(matrix, sizes, 1)
+        return {
+            name: part.reshape(shape).contiguous()
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
 
 
-def _matrix(x: Tensor) -> Tensor:
-    """``[m, n]``."""
-    return x.reshape(x.shape[0], -1)
+def _blocks(step: Step, codec: Subspace) -> dict[str, _Block]:
+    """All parameters that are carried, by the name of the block's first; carriers hold whole ones."""
+    shapes = {rows.name: rows.shape for carrier in step.carriers for rows in carrier.rows}
+    blocks: dict[str, _Block] = {}
+    riding = set()
+    for name, shape in shapes.items():
+        bias = name.removesuffix("weight") + "bias"
+        if name.endswith("weight") and shapes.get(bias) == shape[:1] and codec.directions(shape):
+            m, n = shape[0], math.prod(shape[1:])
+            blocks[name] = _Block({name: shape, bias: shapes[bias]}, codec.directions((m, n + 1)))
+            riding.add(bias)
+    for name, shape in shapes.items():
+        if name not in riding:
+            blocks.setdefault(name, _Block({name: shape}, codec.directions(shape)))
+    return {name: blocks[name] for name in shapes if name in blocks}
