@@ -70,6 +70,11 @@ ENTRIES: Mapping[str, Entry] = {
         "epochs",
         ("run", "step", "train_loss", "test_loss", "test_accuracy", "sent_bytes", "modelled_10Mbit/20ms"),
     ),
+    "estimation": Entry(
+        ["-m analysis.estimation"],
+        "reproduced",
+        ("quantity", "closed_form", "measured", "error", "deviations", "bound", "stands_on"),
+    ),
 }
 
 
