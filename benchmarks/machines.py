@@ -1,24 +1,32 @@
 """Workers with a machine each, for as long as a context lasts: network namespaces of Linux on shaped links. Needs root.
 
 Every machine has one link to a switch, shaped in both directions by ``tc tbf``. All of it, the switch too, lives in
-namespaces of its own that processes hold: nothing touches this machine's network, and when this process ends, however it
-ends, its pipes to the holders close, they end, and the kernel takes namespaces and links away.
+namespaces of its own that processes hold: nothing touches this machine's network, and when this process ends, in
+whatever way, its pipes to the holders close, they end, and the kernel takes namespaces and links away.
 """
 
 import ctypes
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from isgq.bandwidth import Link
 from isgq.core.errors import OptionError
+from isgq.launch import launch
+
+_T = TypeVar("_T")
 
 INTERFACE = "link0"
 _NETWORK_NAMESPACE = 0x40000000  # CLONE_NEWNET
 _BURST = 1e-4  # seconds of the link that may pass at once; at least 4 kB, which a full packet needs
+_PORT = 29400
 _LARGEST = 250  # machines, as addresses are 10.7.0.1 and so on
 
 
@@ -126,6 +134,37 @@ def machines(workers: int, link: Link) -> Iterator[Sequence[Machine]]:
         for process in holders:
             process.kill()
             process.communicate()
+
+
+def launch_on(
+    found: Sequence[Machine], work: Callable[..., _T], args: Sequence[Any] = (), timeout: float = 60.0
+) -> list[_T]:
+    """The same as :func:`isgq.launch.launch`, with a rank on each machine.
+
+    Args:
+        found: the machines.
+        work: see there.
+        args: see there.
+        timeout: see there.
+    """
+    return launch(_work_on, len(found), args=(found, work, args, timeout), timeout=timeout)
+
+
+def _work_on(found: Sequence[Machine], work: Callable[..., _T], args: Sequence[Any], timeout: float) -> _T:
+    """One rank: it moves to its machine and meets the others there."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    found[rank].enter()
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{found[0].address}:{_PORT}",
+        rank=rank,
+        world_size=len(found),
+        timeout=timedelta(seconds=timeout),
+    )
+    dist.barrier()
+    return work(*args)
 
 
 def _hold() -> "subprocess.Popen[bytes]":

@@ -1,6 +1,6 @@
 """The command ``isgq``: ``isgq plan --model lenet --data fashion --batch 32 --workers 8 --link 100Mbit/s+1ms``.
 
-``isgq doctor`` is in :mod:`isgq.diagnosis`, ``isgq watch`` in :mod:`isgq.watch`.
+``isgq bench`` is :mod:`isgq.bench`, ``isgq doctor`` is in :mod:`isgq.diagnosis`, ``isgq watch`` in :mod:`isgq.watch`.
 
 Models and data by name are those of the packages ``models`` and ``data`` beside this library's source. Your own model
 is ``--model package.module:factory --input-shape 3,32,32``, where the factory takes no arguments.
@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isgq.auto import DEFAULT_WAYS
+from isgq.bench import CODECS, bench
 from isgq.core.errors import IsgqError, OptionError
 from isgq.diagnosis import configure as configure_doctor
 from isgq.diagnosis import run as run_doctor
@@ -53,7 +54,28 @@ def _parser() -> argparse.ArgumentParser:
     words = "predict a training step of data-parallel workers, and the best way for each gradient"
     predict = commands.add_parser("plan", help=words, description=words)
     predict.set_defaults(run=_plan)
-    add = predict.add_argument
+    add = _configure_workload(predict)
+    add("--link", required=True, help="of each worker: 100Mbit/s, 1Gbit/s+0.2ms")
+    add("--ways", help=f"codecs to choose from (default: {DEFAULT_WAYS})")
+    add("--error", type=float, help="largest squared error of the mean gradient, relative (default: 0.25)")
+    add("--steps", type=int, default=0, help="of SGD before, because first gradients are not like later ones")
+    add("--json", action="store_true", help="print everything that was predicted, of every codec")
+    words = "measure steps with codecs on this machine, and the bandwidths below which they are worth it"
+    compare = commands.add_parser("bench", help=words, description=words)
+    compare.set_defaults(run=_bench)
+    add = _configure_workload(compare)
+    add("--codecs", nargs="+", default=list(CODECS), help="as for isgq.instrument (default: %(default)s)")
+    add("--json", action="store_true", help="print all of it for programs")
+    words = "show a run's telemetry as it grows"
+    watch = commands.add_parser("watch", help=words, description=words)
+    configure_watch(watch)
+    watch.set_defaults(run=run_watch)
+    return parser
+
+
+def _configure_workload(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """Declare the options of :func:`_workload` and the number of workers; returns what adds further ones."""
+    add = parser.add_argument
     add("--model", required=True, help="fc, fc:hidden=300-100, lenet, cifarnet, alexnet, or package.module:factory")
     add("--data", help="mnist5k, fashion, patches, idx:DIR or cifar10:DIR; random numbers if not given")
     add("--input-shape", type=_shape, help="of one random sample, e.g. 3,32,32, or 128 tokens")
@@ -61,16 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--classes", type=int, default=10, help="random targets are below this (default: %(default)s)")
     add("--batch", type=int, default=32, help="samples of each worker (default: %(default)s)")
     add("--workers", type=int, default=4, help="(default: %(default)s)")
-    add("--link", required=True, help="of each worker: 100Mbit/s, 1Gbit/s+0.2ms")
-    add("--ways", help=f"codecs to choose from (default: {DEFAULT_WAYS})")
-    add("--error", type=float, help="largest squared error of the mean gradient, relative (default: 0.25)")
-    add("--steps", type=int, default=0, help="of SGD before, because first gradients are not like later ones")
-    add("--json", action="store_true", help="print everything that was predicted, of every codec")
-    words = "show a run's telemetry as it grows"
-    watch = commands.add_parser("watch", help=words, description=words)
-    configure_watch(watch)
-    watch.set_defaults(run=run_watch)
-    return parser
+    return add
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -96,6 +109,13 @@ def _plan(options: argparse.Namespace) -> int:
         loss=_loss,
     )
     print(json.dumps(forecast.as_dict(), indent=2) if options.json else forecast)
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    model, draw = _workload(options, torch.Generator().manual_seed(0))
+    found = bench(model, draw(), options.codecs, workers=options.workers, loss=_loss)
+    print(json.dumps(found.as_dict(), indent=2) if options.json else found)
     return 0
 
 
