@@ -119,8 +119,13 @@ def check(task: Task) -> None:
         comm_hook(spec)
     else:
         choose(_session_codec(task), None, "tensor", "gather", None, "both")
-    dataset = data.load(task.data)
-    models.build(task.model, classes=dataset.classes, in_shape=dataset.in_shape)
+    workload(task)
+
+
+def workload(task: Task) -> tuple[nn.Module, data.Dataset]:
+    """The network as every method begins with it, and the images."""
+    dataset = data.load(task.data).standardized()
+    return models.build(task.model, classes=dataset.classes, in_shape=dataset.in_shape, seed=task.seed), dataset
 
 
 def _session_codec(task: Task) -> str:
@@ -149,13 +154,27 @@ def _torch_hook(spec: str, numel: int) -> tuple[Any, Any, Callable[[int], tuple[
 class Trainer:
     """One worker; made by :func:`trainer`.
 
+    Args:
+        task: what to train.
+        moved: see there, after so many steps.
+        network: what to call.
+        model: the network itself.
+        dataset: the images.
+
     Attributes:
-        model: the network, as it is.
+        model: the network itself.
         steps: how many it has made.
     """
 
-    def __init__(self, task: Task, moved: Callable[[int], tuple[float, float]], network: nn.Module, model: nn.Module):
-        dataset, self.model, self.steps = data.load(task.data).standardized(), model, 0
+    def __init__(
+        self,
+        task: Task,
+        moved: Callable[[int], tuple[float, float]],
+        network: nn.Module,
+        model: nn.Module,
+        dataset: data.Dataset,
+    ) -> None:
+        self.model, self.steps = model, 0
         self._task, self._moved, self._network = task, moved, network
         self._train, self._test = (dataset.train_x, dataset.train_y), (dataset.test_x, dataset.test_y)
         self._generator = torch.Generator().manual_seed(task.seed * dist.get_world_size() + dist.get_rank())
@@ -193,8 +212,7 @@ class Trainer:
 @contextmanager
 def trainer(task: Task) -> Iterator[Trainer]:
     """A worker, which shares gradients with the others for as long as the context lasts. A collective call."""
-    dataset, workers = data.load(task.data), dist.get_world_size()
-    model = models.build(task.model, classes=dataset.classes, in_shape=dataset.in_shape, seed=task.seed)
+    (model, dataset), workers = workload(task), dist.get_world_size()
     kind, _, spec = task.method.partition(":")
     if kind == "ddp":
         cap = _ONE_BUCKET if "powersgd" in spec else None
@@ -207,7 +225,7 @@ def trainer(task: Task) -> Iterator[Trainer]:
             size, times = reduced(steps)
             return size, ring_reduce(size, workers) + (times - 1) * ring_reduce(0, workers)
 
-        yield Trainer(task, rings, network, model)
+        yield Trainer(task, rings, network, model, dataset)
         return
     exchange = Counted()
     with nullcontext() if kind == "hook" else _session(task, model, exchange):
@@ -215,7 +233,7 @@ def trainer(task: Task) -> Iterator[Trainer]:
         if kind == "hook":
             around = DistributedDataParallel(model)
             around.register_comm_hook(None, comm_hook(spec, around, seed=task.seed, exchange=exchange))
-        yield Trainer(task, lambda _: (exchange.sent, exchange.wire), around, model)
+        yield Trainer(task, lambda _: (exchange.sent, exchange.wire), around, model, dataset)
 
 
 def _session(task: Task, model: nn.Module, exchange: Counted) -> isgq.Session:

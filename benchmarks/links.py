@@ -18,6 +18,7 @@ For each method (:mod:`benchmarks.contenders`), with the same network, samples a
 
 import argparse
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -261,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check(task)
     except (IsgqError, DataError, ModelError) as error:
         parser.error(str(error))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # machines have no names, which is no news
     rows = run(tasks, options)
     versions = {"python": platform.python_version(), "torch": str(torch.__version__), "isgq": isgq.__version__}
     report = {

@@ -208,7 +208,7 @@ def bench(
     if workers < 1:
         raise OptionError(f"workers={workers} of a bench must be 1 or more")
     for codec in codecs:
-        choice = choose(codec, None, "tensor", "gather", None, "none")
+        choice = choose(codec, None, "tensor", "gather", None, "both")
         if choice.auto is not None or choice.subspace is not None:
             raise OptionError(f"bench() measures codecs of factors or gradients in one pass, not {codec!r}")
     check_free(model)
