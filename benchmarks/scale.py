@@ -7,7 +7,9 @@ receive messages of several workers (:func:`isgq.bench.measure`). The rest is a 
              :class:`isgq.bandwidth.Link` has of rings for plain gradients
     time     the step, decoding all that is received in one pass, and all bytes over the link, one after the other
 
-A worker sends and receives as many bytes; with ``server`` those are the server's, which has the most.
+A worker sends and receives as many bytes; with ``server`` those are the server's, which has the most. Rows are not cut
+in truth, so that of more servers than a gradient has rows (in a ``subspace``: directions) some have more to do than
+others, and what a codec adapts to (a scale, a distribution) is each part's own.
 """
 
 import argparse
