@@ -23,7 +23,7 @@ from isgq.core.errors import OptionError, RankError
 from isgq.launch import launch
 
 SMALL = Task("ddp", "100Mbit/s", model="fc:hidden=100-50", data="mnist5k", batch=4)
-METHODS = ("ddp", "ddp:powersgd=2", "hook:error_feedback(top_k:k=0.01)", "dithered:levels=1", "two_pass:one_bit")
+METHODS = ("ddp", "ddp:powersgd=2", "hook:error_feedback(top_k:k=0.01)", "two_pass:one_bit")
 AGAINST = reason_against()
 rooted = pytest.mark.skipif(bool(AGAINST), reason=AGAINST)
 
@@ -173,8 +173,8 @@ def all_cases() -> dict[str, Any]:
     return {case: counted(case) for case in CASES}
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_bytes_at_scale_are_those_of_the_ledger_for_few_workers(workers: int) -> None:
+def test_bytes_at_scale_are_those_of_the_ledger_for_few_workers() -> None:
+    workers = 3
     alone = {case: counted(case)[2] for case in CASES}
     ranks = launch(all_cases, workers)
     for case, options in CASES.items():
