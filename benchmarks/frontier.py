@@ -162,7 +162,7 @@ def pairs(units: Sequence[Unit], pair: PairCodec, seed: int) -> Method:
 
 def _header_size(units: Sequence[Unit]) -> int:
     names = [name for unit in units for name in (unit.name, unit.bias_name) if name is not None]
-    return Header(Status.OK, 0, 0, 0, [0], [True] * len(names)).pack().numel()
+    return Header(Status.OK, 0, 0, 0, 0, [True] * len(names)).pack().numel()
 
 
 def direct(units: Sequence[Unit], spec: str, workers: int, seed: int) -> Method:

@@ -2,9 +2,9 @@
 
 :class:`Gather`, one pass: every rank gets every rank's message and averages for itself.
 
-:class:`TwoPass`, DoubleSqueeze (Tang et al., ICML 2019): a rank is the server of a shard of the gradients. It averages
-what all ranks send of its shard, compresses the mean again, with a memory of its own, and sends it to all. With one
-shard for all it is a parameter server.
+:class:`~isgq.two_pass.TwoPass`, DoubleSqueeze (Tang et al., ICML 2019): a rank is the server of a shard of the
+gradients. It averages what all ranks send of its shard, compresses the mean again, with a memory of its own, and sends
+it to all. With one shard for all it is a parameter server.
 
 Both take a step in the same stations, each a collective call: :meth:`~Gather.encode` (local), :meth:`~Gather.agree`
 (fixed headers: all ranks go on or none does), :meth:`~Gather.reduce`, :meth:`~Gather.commit`. Where a step is refused,
@@ -14,7 +14,7 @@ memory goes back to what it was. Every rank decodes the same messages in rank or
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -28,9 +28,15 @@ from isgq.core.keys import Key
 from isgq.core.payload import Factors, LowRank
 from isgq.correspondence import Correspondence
 from isgq.exchange import Exchange
-from isgq.records import Carrier, DirectCarrier, Record, Unfinished, finish, ledger_name, scatter
+from isgq.records import Carrier, Record, Unfinished, finish, ledger_name, scatter
 from isgq.wire.format import FRAME_BYTES
-from isgq.wire.header import NEW_PLAN, NO_PARAMETER, Header, Status, header_size
+from isgq.wire.header import (
+    NEW_PLAN,
+    NO_PARAMETER,
+    Header,
+    Status,
+    header_size,
+)
 
 AggregateName = Literal["gather", "two_pass", "server", "async"]
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -131,7 +137,7 @@ class Gather:
         self.down: Sequence[int] = ()
         self._memories: dict[str, Stateful] = {}
         self._correspondence = Correspondence()
-        self._exchange, self._messages = exchange, 1
+        self._exchange = exchange
         self._remember("up", memory_of(codec))
         self._remember("common", learned_by(pair))
 
@@ -149,7 +155,7 @@ class Gather:
                 if step.sends(carrier, step.used):
                     key = step.key(carrier.name, self._exchange.rank)
                     records.append((carrier, carrier.encode(step.gradients, key)))
-            overhead = header_size(len(step.names), self._messages) + FRAME_BYTES * self.servers
+            overhead = header_size(len(step.names)) + FRAME_BYTES * self.servers
             done = finish([record for _, record in records], overhead, step.say)
             ready = [(carrier, record) for (carrier, _), record in zip(records, done, strict=True)]
             outgoing = self._pack(step, ready)
@@ -185,12 +191,12 @@ class Gather:
             MismatchError: the ranks are at different steps or follow different plans.
             ExchangeError: some rank is missing.
         """
-        return self._headers(step, outgoing, self._messages, step.used)
+        return self._headers(step, outgoing, step.used)
 
-    def _headers(self, step: Step, outgoing: Outgoing, messages: int, used: Sequence[bool]) -> list[Header]:
-        mine = header_of(step, outgoing, messages, used).pack()
+    def _headers(self, step: Step, outgoing: Outgoing, used: Sequence[bool]) -> list[Header]:
+        mine = header_of(step, outgoing, used).pack()
         gathered = self._exchange.all_gather(mine, [mine.numel()] * self._exchange.world_size).wait()
-        return self._checked(step, outgoing, lambda: [Header.unpack(raw, len(used), messages) for raw in gathered])
+        return self._checked(step, outgoing, lambda: [Header.unpack(raw, len(used)) for raw in gathered])
 
     def _checked(self, step: Step, outgoing: Outgoing, read: Callable[[], list[Header]]) -> list[Header]:
         """Headers of which all are fine; or else this rank's own error, if it has one, is what theirs come from."""
@@ -219,7 +225,7 @@ class Gather:
     def _reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
         [message] = outgoing.messages
         self.up = [message.numel()]
-        received = self._exchange.all_gather(message, [header.lengths[0] for header in headers]).wait()
+        received = self._exchange.all_gather(message, [header.length for header in headers]).wait()
         return self._average(step, step.carriers, headers, received)
 
     def _average(
@@ -263,120 +269,12 @@ class Gather:
             memory.load_state_dict(saved.get(where, {}))
 
 
-class TwoPass(Gather):
-    """Two passes: all to the servers, which average and compress again, and back to all.
-
-    The up pass moves (N-1)/N of a payload each way where the shards are equal, the down pass as much, whatever N.
-
-    Args:
-        exchange: the transport.
-        codec: see :class:`Gather`.
-        down: compresses the means; with memory, this rank's memory of its shard.
-        servers: how many ranks, from 0, have a shard.
-    """
-
-    def __init__(self, exchange: Exchange, codec: Codec | None, down: Codec, servers: int) -> None:
-        super().__init__(exchange, codec)
-        self.servers, self._down, self._messages = servers, down, exchange.world_size
-        self._remember("down", memory_of(down))
-
-    def _pack(self, step: Step, records: Sequence[tuple[Carrier, Record]]) -> Outgoing:
-        messages = []
-        for server in range(self._exchange.world_size):
-            mine = [each for each in records if each[0].server == server]
-            messages.append(self._message(step, mine, copies=int(server != self._exchange.rank)))
-        return Outgoing(messages)
-
-    def _reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
-        rank, world_size = self._exchange.rank, self._exchange.world_size
-        lengths = [header.lengths[rank] for header in headers]
-        received = self._exchange.all_to_all(outgoing.messages, lengths).wait()
-        used = [any(flags) for flags in zip(*(header.used for header in headers), strict=True)]
-        replies = [carrier for carrier in replies_of(step.carriers, self._down) if step.sends(carrier, used)]
-        reply = self._reply(step, replies, headers, received)
-        answers = self._headers(step, reply, 1, [])
-        mine = reply.messages[0]
-        lengths = [answer.lengths[0] for answer in answers]
-        down = self._exchange.all_to_all([mine] * world_size, lengths).wait()
-        self.up = [message.numel() for message in outgoing.messages[: self.servers]]
-        self.down = lengths[: self.servers]
-        means: dict[str, Tensor] = {}
-        for server, message in enumerate(down):
-            served = [carrier for carrier in replies if carrier.server == server]
-            decode_reply(served, self._read(step, served, message, server), means)
-        return means
-
-    def _reply(
-        self,
-        step: Step,
-        replies: Sequence[DirectCarrier],
-        headers: Sequence[Header],
-        received: Sequence[Tensor],
-    ) -> Outgoing:
-        """This server's averages, compressed again; never raises, the other ranks must hear of it."""
-        rank = self._exchange.rank
-        try:
-            served = [carrier for carrier in step.carriers if carrier.server == rank]
-            means = self._average(step, served, headers, received)
-            records = [(c, c.encode(means, step.key(c.name, rank))) for c in replies if c.server == rank]
-            return Outgoing([self._message(step, records, copies=self._exchange.world_size - 1)])
-        except NonFiniteError as error:
-            return Outgoing(status=Status.NON_FINITE, error=error)
-        except Exception as error:
-            return Outgoing(status=Status.FAILED, error=error)
-
-
-def aggregation(
-    mode: AggregateName, exchange: Exchange, up: Codec | None, down: Codec, pair: PairCodec | None = None
-) -> Gather:
-    """The aggregation of that name.
-
-    Args:
-        mode: ``gather``; ``two_pass``, where every rank serves a shard; or ``server``, where rank 0 serves all. The
-            asynchronous one is in :mod:`isgq.asynchronous`.
-        exchange: the transport.
-        up: the codec of gradients, or None.
-        down: the codec of means; without effect for ``gather``.
-        pair: the codec of factors, or None.
-    """
-    if mode == "gather":
-        return Gather(exchange, up, pair)
-    return TwoPass(exchange, up, down, servers=exchange.world_size if mode == "two_pass" else 1)
-
-
-def replies_of(carriers: Sequence[Carrier], down: Codec) -> list[DirectCarrier]:
-    """Carriers of the means: the same rows as on the way up, a factored weight and its bias each by itself."""
-    replies = []
-    for carrier in carriers:
-        if isinstance(carrier, DirectCarrier):
-            replies.append(replace(carrier, codec=down, name=f"{carrier.name}/down", distrusted=""))
-        else:
-            replies += [DirectCarrier(down, f"{rows.label}/down", [rows], carrier.server) for rows in carrier.rows]
-    return replies
-
-
-def decode_reply(
-    carriers: Sequence[DirectCarrier], records: Sequence[Record], into: dict[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """What a server's reply holds, as whole gradients by parameter name.
-
-    Args:
-        carriers: of the records.
-        records: the reply.
-        into: gradients that have rows from other servers; they are completed.
-    """
-    whole = {} if into is None else into
-    for carrier, record in zip(carriers, records, strict=True):
-        scatter(carrier.rows, carrier.decode(record).reshape(-1), whole)
-    return whole
-
-
-def header_of(step: Step, outgoing: Outgoing, messages: int, used: Sequence[bool]) -> Header:
-    """This rank's header, of so many messages."""
-    lengths = [message.numel() for message in outgoing.messages] or [0] * messages
+def header_of(step: Step, outgoing: Outgoing, used: Sequence[bool]) -> Header:
+    """This rank's header; of several messages, their lengths travel apart."""
+    length = outgoing.messages[0].numel() if len(outgoing.messages) == 1 else 0
     asks = step.new_plan and outgoing.status is Status.OK
     parameter = NEW_PLAN if asks else outgoing.parameter
-    return Header(outgoing.status, parameter, step.number, step.digest, lengths, used)
+    return Header(outgoing.status, parameter, step.number, step.digest, length, used)
 
 
 def once(log: Callable[[str], None]) -> Callable[[str], None]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from isgq.aggregate import NOTHING, Gather, Outgoing, Step, decode_reply, header_of, replies_of
+from isgq.aggregate import NOTHING, Gather, Outgoing, Step, header_of
 from isgq.agreement import check_headers
 from isgq.choice import Choice
 from isgq.core.codec import Codec
@@ -32,6 +32,7 @@ from isgq.correspondence import Correspondence
 from isgq.exchange import Channel, Exchange
 from isgq.masters import masters
 from isgq.records import scatter
+from isgq.two_pass import decode_reply, replies_of
 from isgq.wire.header import NO_PARAMETER, Header, Status, header_size
 
 SERVER = 0
@@ -76,7 +77,7 @@ class Worker(Gather):
 
     def agree(self, step: Step, outgoing: Outgoing) -> list[Header]:
         """This rank's header; PeerError where this rank cannot take part."""
-        return self._checked(step, outgoing, lambda: [header_of(step, outgoing, 1, step.used)])
+        return self._checked(step, outgoing, lambda: [header_of(step, outgoing, step.used)])
 
     def _reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
         """Send, wait for the reply, follow the server. No mean is left for an optimizer to apply.
@@ -108,7 +109,7 @@ class Worker(Gather):
             return
         status = Status.FAILED if failed else Status.DONE
         with contextlib.suppress(ExchangeError):  # the server is gone itself, which whoever needs it has noticed
-            self._channel.send(Header(status, NO_PARAMETER, step.number, step.digest, [0], step.used).pack())
+            self._channel.send(Header(status, NO_PARAMETER, step.number, step.digest, 0, step.used).pack())
 
 
 def open_message(data: Tensor, parameters: int) -> tuple[Header, Tensor]:
@@ -314,5 +315,5 @@ class Server:
         return self._headed(Status.OK, message)
 
     def _headed(self, status: Status, message: Tensor = NOTHING) -> Tensor:
-        header = Header(status, NO_PARAMETER, self.service.updates, self._step.digest, [message.numel()], [])
+        header = Header(status, NO_PARAMETER, self.service.updates, self._step.digest, message.numel(), [])
         return torch.cat([header.pack(), message])

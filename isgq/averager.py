@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from isgq.aggregate import Step, aggregation
+from isgq.aggregate import Step
 from isgq.choice import Choice
 from isgq.exchange import Exchange
 from isgq.records import Carrier
 from isgq.resume import pick
 from isgq.routing import direct_carriers
+from isgq.two_pass import aggregation
 
 
 class Averager:

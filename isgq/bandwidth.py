@@ -3,8 +3,8 @@
 With up_s the message about shard s, down_s the server's reply, h the header, all of them as every rank makes them:
 
     gather      sends h + up, receives (N-1) (h + up)
-    two_pass    rank r sends h + sum_(s != r) up_s + h' + (N-1) down_r
-                       receives (N-1) (h + up_r + h') + sum_(s != r) down_s
+    two_pass    rank r sends h + sum_(s != r) (4 + up_s) + h' + (N-1) down_r
+                       receives (N-1) (h + 4 + up_r + h') + sum_(s != r) down_s
     server      the same with one shard, of rank 0
 
 In a common subspace (:mod:`isgq.rounds`) there are two such rounds: twice the headers, and messages that are those of
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from isgq.aggregate import AggregateName
 from isgq.core.errors import OptionError
-from isgq.wire.header import header_size
+from isgq.wire.header import LENGTH_BYTES, header_size
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _PARTS = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6}
@@ -87,11 +87,13 @@ def predict(aggregate: AggregateName, messages: Messages, workers: int, rank: in
     if aggregate not in {"two_pass", "server"}:
         raise OptionError(f"aggregate={aggregate!r} must be one of gather, two_pass, server, async")
     up, down = list(messages.up), list(messages.down)
-    own_up, own_down = (up[rank], down[rank]) if rank < len(up) else (0, 0)
-    heads = messages.rounds * (header_size(messages.parameters, workers) + header_size(0))
+    serves = rank < len(up)
+    own_up, own_down = (up[rank], down[rank]) if serves else (0, 0)
+    heads = messages.rounds * (header_size(messages.parameters) + header_size(0))
+    length = messages.rounds * LENGTH_BYTES
     return Moved(
-        heads + sum(up) - own_up + others * own_down + dense,
-        others * (heads + own_up) + sum(down) - own_down + (dense if others else 0),
+        heads + length * (len(up) - serves) + sum(up) - own_up + others * own_down + dense,
+        others * (heads + length * serves + own_up) + sum(down) - own_down + (dense if others else 0),
         4 * messages.rounds,
     )
 

@@ -6,7 +6,7 @@ last column), M_w = G_w + memory_w, and right directions V ``[k, n]`` common to 
     left    all send V M_w^T; their mean, made orthonormal, is U ``[k, m]``, common to all
     right   all send C_w = U M_w; their mean is C ``[k, n]``, applied is U^T C, and C made orthonormal is the next V
 
-Each arrow is a :class:`~isgq.aggregate.TwoPass`, whose servers share out the rows, that is the directions; so a rank
+Each arrow is a :class:`~isgq.two_pass.TwoPass`, whose servers share out the rows, that is the directions; so a rank
 sends and receives as much whatever their number. Both passes quantize. A rank remembers what was not applied,
 
     memory_w = M_w - U^T (C_w - e_w - N e_s)
@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from isgq.aggregate import Outgoing, Step, TwoPass
+from isgq.aggregate import Outgoing, Step
 from isgq.choice import Choice
 from isgq.codecs.feedback import ErrorFeedback, Memory
 from isgq.codecs.subspace import Subspace, first_basis, orthonormal
@@ -34,6 +34,7 @@ from isgq.core.errors import OptionError
 from isgq.exchange import Exchange
 from isgq.records import scatter
 from isgq.routing import direct_carriers
+from isgq.two_pass import TwoPass
 from isgq.wire.header import Header
 
 _Side = Literal["left", "right"]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from isgq.aggregate import Gather, Observer, Outgoing, Step, aggregation, once, replies_of
+from isgq.aggregate import Gather, Observer, Outgoing, Step, once
 from isgq.agreement import check_introductions, check_replicas, introduce, plan_digest, replica_digests
 from isgq.asynchronous import SERVER, Server, Service, Worker, check_bound
 from isgq.auto import Sizes
@@ -37,6 +37,7 @@ from isgq.rounds import Rounds
 from isgq.routing import make_carriers, plan_together
 from isgq.scaling import LossScale
 from isgq.traffic import Traffic
+from isgq.two_pass import aggregation, replies_of
 from isgq.windows import Contributions, Window, captured_size, flat_gradients
 from isgq.wire.header import NEW_PLAN, Header, Status
 

@@ -42,6 +42,7 @@ def named(path: str) -> object:
 
 
 def test_the_example_codec_is_short_and_passes_every_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isgq.codecs.codec_names()  # has registered all
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))  # other tests must not find it
     code = blocks("docs/adding-a-codec.md")
     first = code.split("\n\n\n")[1]

@@ -1,12 +1,13 @@
 """The fixed header that every rank sends before the payloads of a step, so that all ranks agree or fail alike.
 
-Layout, little-endian, 12 bytes, lengths and a bitmap:
+Layout, little-endian, 16 bytes and a bitmap:
 
     u8  protocol version        u8  status (0 ok, else why this rank cannot take part)
     u16 parameter the status is about (0xFFFF: none; 0xFFFE: none, and this rank asks for a new plan)
     u32 step                    u32 digest of plan and codec          u32 length of the message that follows
-    u32 length of each further message, where a rank sends a different one to each
     ceil(parameters / 8) bytes: bit p set where parameter p got a gradient on this rank
+
+Where a rank sends a different message to each server, that length is 0 and each server gets its own as u32.
 """
 
 import enum
@@ -23,12 +24,23 @@ from isgq.core.errors import WireError
 PROTOCOL = 1
 NO_PARAMETER = 0xFFFF
 NEW_PLAN = 0xFFFE
-_FIELDS = struct.Struct("<BBHII")
+LENGTH_BYTES = 4
+_FIELDS = struct.Struct("<BBHIII")
 
 
-def header_size(parameters: int, messages: int = 1) -> int:
+def header_size(parameters: int) -> int:
     """Bytes of a header."""
-    return _FIELDS.size + 4 * messages + (parameters + 7) // 8
+    return _FIELDS.size + (parameters + 7) // 8
+
+
+def pack_length(length: int) -> Tensor:
+    """A message's length: uint8 ``[4]``."""
+    return torch.frombuffer(bytearray(length.to_bytes(LENGTH_BYTES, "little")), dtype=torch.uint8)
+
+
+def unpack_length(data: Tensor) -> int:
+    """Inverse of :func:`pack_length`."""
+    return int.from_bytes(data.cpu().numpy().tobytes(), "little")
 
 
 class Status(enum.IntEnum):
@@ -50,7 +62,7 @@ class Header:
         parameter: index of the parameter the status is about, or NO_PARAMETER, or NEW_PLAN.
         step: number of the step, modulo 2**32.
         digest: 32-bit digest of plan and codec.
-        lengths: bytes of each message that follows: one for all ranks, or one for each rank.
+        length: bytes of the message that follows.
         used: per parameter, whether it got a gradient on this rank.
         version: protocol version.
     """
@@ -59,34 +71,32 @@ class Header:
     parameter: int
     step: int
     digest: int
-    lengths: Sequence[int]
+    length: int
     used: Sequence[bool]
     version: int = PROTOCOL
 
     def pack(self) -> Tensor:
-        """uint8 ``[12 + 4 * messages + ceil(parameters / 8)]``."""
-        head = _FIELDS.pack(self.version, self.status, self.parameter, self.step % (1 << 32), self.digest)
-        head += np.asarray(self.lengths, dtype="<u4").tobytes()
+        """uint8 ``[16 + ceil(parameters / 8)]``."""
+        head = _FIELDS.pack(self.version, self.status, self.parameter, self.step % (1 << 32), self.digest, self.length)
         bits = np.packbits(np.asarray(self.used, dtype=bool), bitorder="little").tobytes()
         return torch.frombuffer(bytearray(head + bits), dtype=torch.uint8)
 
     @staticmethod
-    def unpack(data: Tensor, parameters: int, messages: int = 1) -> "Header":
-        """Read a header for a model of so many parameters, of a rank that sends so many messages.
+    def unpack(data: Tensor, parameters: int) -> "Header":
+        """Read a header for a model of so many parameters.
 
         Raises:
             WireError: wrong length, version or status.
         """
         raw = data.cpu().numpy().tobytes()
-        expected = header_size(parameters, messages)
+        expected = header_size(parameters)
         if len(raw) != expected:
             raise WireError(f"step header has {len(raw)} bytes, must have {expected} for {parameters} parameters")
-        version, status, parameter, step, digest = _FIELDS.unpack_from(raw)
+        version, status, parameter, step, digest, length = _FIELDS.unpack_from(raw)
         if version != PROTOCOL:
             raise WireError(f"step header of protocol {version}, this is protocol {PROTOCOL}")
         if status not in list(Status):
             raise WireError(f"step header has status {status}, known are {[s.value for s in Status]}")
-        lengths = np.frombuffer(raw, dtype="<u4", count=messages, offset=_FIELDS.size)
-        bits = np.frombuffer(raw, dtype=np.uint8, offset=_FIELDS.size + 4 * messages)
+        bits = np.frombuffer(raw, dtype=np.uint8, offset=_FIELDS.size)
         used = np.unpackbits(bits, count=parameters, bitorder="little").astype(bool)
-        return Header(Status(status), parameter, step, digest, lengths.tolist(), used.tolist(), version)
+        return Header(Status(status), parameter, step, digest, length, used.tolist(), version)
