@@ -25,19 +25,24 @@ import math
 
 import constriction
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from isgq.codecs.rotation_sides import Ints, Reals
 from isgq.core.errors import CodecError
+from isgq.core.kernels import compiled
 
 _TOTAL = 1 << 24
 _INVERSE_SCALE = float(np.sqrt(2.0))
 _LOG2_E = 1.4426950408889634
 _LN_2 = 0.6931471805599453
-_TAYLOR = [1 / math.factorial(i) for i in range(11, -1, -1)]
+_TAYLOR = np.array([1 / math.factorial(i) for i in range(11, -1, -1)])
+_POWERS = np.ldexp(1.0, -np.arange(1001))
 _MOST_DIGITS = 40
 
 DEAD_ZONE = 0.15
 """How much higher than half-way between two symbols their threshold is, where there is no dither."""
+_HOST = torch.device("cpu")
 _FAMILY = constriction.stream.model.Categorical(perfect=False)
 
 
@@ -114,16 +119,31 @@ def encode_symbols(symbols: Ints, dither: Reals | None, group: Ints, steps: Real
     Raises:
         CodecError: a symbol is too large.
     """
-    exponents, nonzero = steps * _INVERSE_SCALE, symbols != 0
+    largest = int(np.abs(symbols).max(initial=1))
+    if (largest - 1) >> digits:
+        raise CodecError(f"symbol of magnitude {largest} has more than {digits} digits")
+    exponents = steps * _INVERSE_SCALE
+    if dither is not None and (kernels := compiled("laplace", _HOST)):
+        words = np.empty((digits + 1) * len(symbols) + 2, dtype=np.uint32)
+        size = kernels.encode_dithered(symbols, dither, group, *_tables(exponents, digits), words)
+        return _trimmed(words[:size])
+    nonzero = symbols != 0
     magnitudes = np.abs(symbols[nonzero]) - 1
-    if magnitudes.size and int(magnitudes.max()) >> digits:
-        raise CodecError(f"symbol of magnitude {int(magnitudes.max()) + 1} has more than {digits} digits")
     coder, tables, large = constriction.stream.stack.AnsCoder(), _digits(exponents, digits), group[nonzero]
     for place in reversed(range(digits)):
         coder.encode_reverse((magnitudes >> place & 1).astype(np.int32), _FAMILY, tables[place][large])
     coder.encode_reverse(np.sign(symbols).astype(np.int32) + 1, _FAMILY, _signs(exponents, group, dither))
-    code: bytes = coder.get_compressed().astype("<u4").tobytes().rstrip(b"\0")
-    return code
+    return _trimmed(coder.get_compressed())
+
+
+def _trimmed(words: npt.NDArray[np.uint32]) -> bytes:
+    return words.astype("<u4").tobytes().rstrip(b"\0")
+
+
+def _tables(exponents: Reals, digits: int) -> tuple[Reals, Reals, Ints, Reals, Reals]:
+    """What the kernels take after symbols, dither and group."""
+    zeros = _digits(exponents, digits)[:, :, 0].astype(np.int64) + 1
+    return exponents, _decay(exponents), zeros, _TAYLOR, _POWERS
 
 
 def decode_symbols(data: bytes, dither: Reals | None, group: Ints, steps: Reals, digits: int) -> Ints:
@@ -135,7 +155,13 @@ def decode_symbols(data: bytes, dither: Reals | None, group: Ints, steps: Reals,
     if data.endswith(b"\0"):
         raise CodecError("a code of symbols ends in a zero byte, which an encoder would have left off")
     words = np.frombuffer(data + bytes(-len(data) % 4), dtype="<u4").astype(np.uint32)
-    coder, exponents = constriction.stream.stack.AnsCoder(words), steps * _INVERSE_SCALE
+    exponents = steps * _INVERSE_SCALE
+    if dither is not None and (kernels := compiled("laplace", _HOST)):
+        found: Ints = np.empty(len(group), dtype=np.int64)
+        if not kernels.decode_dithered(words, dither, group, *_tables(exponents, digits), found):
+            raise CodecError(f"a code of symbols holds more than its {len(group)} symbols")
+        return found
+    coder = constriction.stream.stack.AnsCoder(words)
     symbols: Ints = coder.decode(_FAMILY, _signs(exponents, group, dither)).astype(np.int64) - 1
     nonzero = symbols != 0
     magnitudes, tables, large = np.ones(int(nonzero.sum()), dtype=np.int64), _digits(exponents, digits), group[nonzero]

@@ -1,13 +1,17 @@
 """Compiled kernels against the plain code: the same bits from every codec, whatever the tensor."""
 
 import itertools
+import math
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from isgq.codecs import codec
+from isgq.codecs import codec, rotation_code
 from isgq.codecs.nested import NestedDithered
+from isgq.core.errors import CodecError
 from isgq.core.kernels import compiled, disabled
 from isgq.core.keys import Key, random_int32, uniform
 from isgq.core.parallel import PART
@@ -130,3 +134,27 @@ def test_streams_are_the_same_integers(start: int) -> None:
         ours = draw(digest, "role", shape, start=start)
         with disabled():
             assert torch.equal(ours, draw(digest, "role", shape, start=start))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 100, 3000])
+@pytest.mark.parametrize("steps", [[2.0], [3.5, 1e-3, 0.4], [1e-6]])
+def test_atoms_are_coded_alike(count: int, steps: list[float]) -> None:
+    generator = np.random.default_rng(count)
+    each, group = np.array(steps), generator.integers(0, len(steps), count)
+    dither, entries = generator.uniform(-0.5, 0.5, count), generator.laplace(size=count) / math.sqrt(2)
+    symbols = rotation_code.quantize(entries / each[group], dither)
+    digits = rotation_code.digits_for(np.abs(symbols).max(initial=1))
+    code = rotation_code.encode_symbols(symbols, dither, group, each, digits)
+    assert (rotation_code.decode_symbols(code, dither, group, each, digits) == symbols).all()
+    with disabled():
+        assert rotation_code.encode_symbols(symbols, dither, group, each, digits) == code
+        assert (rotation_code.decode_symbols(code, dither, group, each, digits) == symbols).all()
+    for other in (code[:-1].rstrip(b"\0"), code[:-1] + b"\xff", code + b"\1\0\0\1"):
+        outcomes = []
+        for context in (nullcontext(), disabled()):
+            with context:
+                try:
+                    outcomes.append(rotation_code.decode_symbols(other, dither, group, each, digits).tolist())
+                except CodecError as error:
+                    outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]

@@ -30,7 +30,7 @@ SWITCH = "ISGQ_KERNELS"
 _disabled = 0  # how many blocks that disable kernels are being run
 
 
-def compiled(module: Literal["quantize", "coding"], device: torch.device) -> ModuleType | None:
+def compiled(module: Literal["quantize", "coding", "laplace"], device: torch.device) -> ModuleType | None:
     """The module of compiled kernels for tensors of a device; None where plain code has to do.
 
     Args:

@@ -1,0 +1,162 @@
+"""Kernels of :mod:`isgq.codecs.rotation_code`: dithered entries of a Laplace distribution, coded one by one.
+
+Arithmetic is that of the plain code, operation by operation, so frequencies and bytes are the same; the coder is that
+of ``constriction`` (its ``AnsCoder``: a state of 64 bits that starts from 0, words of 32 bits, the last symbol first).
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isgq.core.kernels.compiler import kernel
+
+_Reals = NDArray[np.float64]
+_Ints = NDArray[np.int64]
+_Words = NDArray[np.uint32]
+
+_HALF_TOTAL = np.float64(1 << 23)
+_MOST = np.float64((1 << 23) - 1)
+_TOTAL = np.uint64(1 << 24)
+_QUANTILE = np.uint64((1 << 24) - 1)
+_TOTAL_BITS, _WORD_BITS, _FULL_SHIFT = np.uint64(24), np.uint64(32), np.uint64(64 - 24)
+_WORD = np.uint64(0xFFFFFFFF)
+_ZERO = np.uint64(0)
+_LOG2_E = np.float64(1.4426950408889634)
+_LN_2 = np.float64(0.6931471805599453)
+_FAR = np.float64(1000)
+_BLOCK = 1024  # symbols whose frequencies are worked out together, which takes less time than one by one
+
+
+@kernel
+def _decay(x: Any, taylor: Any, powers: Any) -> Any:
+    """:func:`isgq.codecs.rotation_code._decay` of one number."""
+    y = x * _LOG2_E
+    whole = np.floor(y)
+    f = (y - whole) * -_LN_2
+    total = taylor[0]
+    for i in range(1, len(taylor)):
+        total = total * f
+        total = total + taylor[i]
+    return total * powers[np.int64(min(whole, _FAR))]
+
+
+@kernel
+def _frequencies(
+    dither: _Reals, group: _Ints, exponents: _Reals, beyond: _Reals, taylor: _Reals, powers: _Reals,
+    below: _Reals, above: _Reals,
+) -> None:  # fmt: skip
+    """:func:`isgq.codecs.rotation_code._signs`: of the signs - and +."""
+    for i in range(len(dither)):
+        tail = _decay((dither[i] + 0.5) * exponents[group[i]], taylor, powers)
+        below[i] = min(max(np.floor(tail * _HALF_TOTAL), 1.0), _MOST)
+        above[i] = min(max(np.floor(beyond[group[i]] / tail * _HALF_TOTAL), 1.0), _MOST)
+
+
+@kernel
+def _push(state: Any, size: Any, out: Any, start: Any, frequency: Any) -> Any:
+    """Code a symbol with this frequency and so much below it: the new state and number of words."""
+    if (state >> _FULL_SHIFT) >= frequency:
+        out[size] = np.uint32(state & _WORD)
+        size += 1
+        state >>= _WORD_BITS
+    quotient = state // frequency
+    return (quotient << _TOTAL_BITS) + start + (state - quotient * frequency), size
+
+
+@kernel
+def encode_dithered(
+    symbols: _Ints, dither: _Reals, group: _Ints, exponents: _Reals, beyond: _Reals, zeros: _Ints,
+    taylor: _Reals, powers: _Reals, out: _Words,
+) -> int:  # fmt: skip
+    """Signs and digits of symbols; see :func:`isgq.codecs.rotation_code.encode_symbols`.
+
+    Args:
+        symbols: ``[n]``.
+        dither: ``[n]``.
+        group: ``[n]``.
+        exponents: ``[g]``.
+        beyond: ``exp(-exponents)``.
+        zeros: ``[digits, g]``: frequency of the digit 0.
+        taylor: coefficients of :func:`_decay`.
+        powers: ``2**-k``.
+        out: room for ``(digits + 1) n + 2`` words.
+
+    Returns:
+        The number of words.
+    """
+    state, size, n, large = _ZERO, 0, len(symbols), 0
+    magnitudes, places = np.empty(n + 1, dtype=np.int64), np.empty(n + 1, dtype=np.int64)
+    for i in range(n):  # those that have digits, without a branch that nobody foresees
+        magnitudes[large], places[large] = abs(symbols[i]) - 1, group[i]
+        large += symbols[i] != 0
+    for place in range(len(zeros) - 1, -1, -1):
+        shift, table = np.int64(place), zeros[place]
+        for i in range(large - 1, -1, -1):
+            zero = np.uint64(table[places[i]])
+            one = bool((magnitudes[i] >> shift) & 1)
+            state, size = _push(state, size, out, zero if one else _ZERO, _TOTAL - zero if one else zero)
+    below, above = np.empty(_BLOCK), np.empty(_BLOCK)
+    for first in range((n - 1) // _BLOCK * _BLOCK, -1, -_BLOCK):
+        last = min(first + _BLOCK, n)
+        _frequencies(dither[first:last], group[first:last], exponents, beyond, taylor, powers, below, above)
+        for i in range(last - first - 1, -1, -1):
+            q, low, high = symbols[first + i], np.uint64(np.int64(below[i])), np.uint64(np.int64(above[i]))
+            middle = _TOTAL - low - high
+            start = _ZERO if q < 0 else low + (middle if q > 0 else _ZERO)
+            state, size = _push(state, size, out, start, low if q < 0 else high if q > 0 else middle)
+    while state:
+        out[size] = np.uint32(state & _WORD)
+        size += 1
+        state >>= _WORD_BITS
+    return size
+
+
+@kernel
+def decode_dithered(
+    words: _Words, dither: _Reals, group: _Ints, exponents: _Reals, beyond: _Reals, zeros: _Ints,
+    taylor: _Reals, powers: _Reals, out: _Ints,
+) -> bool:  # fmt: skip
+    """Inverse of :func:`encode_dithered`: fills ``out``.
+
+    Returns:
+        Whether the words hold exactly these symbols.
+    """
+    left, state, n, large = len(words), _ZERO, len(out), 0
+    for _ in range(min(2, left)):
+        left -= 1
+        state = state << _WORD_BITS | np.uint64(words[left])
+    below, above, index = np.empty(_BLOCK), np.empty(_BLOCK), np.empty(n + 1, dtype=np.int64)
+    for first in range(0, n, _BLOCK):
+        last = min(first + _BLOCK, n)
+        _frequencies(dither[first:last], group[first:last], exponents, beyond, taylor, powers, below, above)
+        for i in range(last - first):
+            low, high = np.uint64(np.int64(below[i])), np.uint64(np.int64(above[i]))
+            middle, quantile = _TOTAL - low - high, state & _QUANTILE
+            above_low, above_middle = np.uint64(quantile >= low), np.uint64(quantile >= low + middle)
+            # sums of products, so that there is no branch that nobody foresees
+            start = above_low * low + above_middle * middle
+            frequency = low + above_low * (middle - low) + above_middle * (high - middle)
+            state = (state >> _TOTAL_BITS) * frequency + (quantile - start)
+            if state <= _WORD and left > 0:
+                left -= 1
+                state = state << _WORD_BITS | np.uint64(words[left])
+            q = np.int64(above_low + above_middle) - np.int64(1)
+            out[first + i] = q
+            index[large] = first + i
+            large += int(q & 1)
+    magnitudes = np.ones(large, dtype=np.int64)
+    for place in range(len(zeros)):
+        shift, table = np.int64(place), zeros[place]
+        for i in range(large):
+            zero = np.uint64(table[group[index[i]]])
+            quantile = state & _QUANTILE
+            one = np.uint64(quantile >= zero)
+            state = (state >> _TOTAL_BITS) * (zero + one * (_TOTAL - zero - zero)) + (quantile - one * zero)
+            if state <= _WORD and left > 0:
+                left -= 1
+                state = state << _WORD_BITS | np.uint64(words[left])
+            magnitudes[i] += np.int64(one) << shift
+    for i in range(large):
+        out[index[i]] *= magnitudes[i]
+    return left == 0 and state == _ZERO
