@@ -28,7 +28,8 @@ from isgq.core.keys import Key
 from isgq.core.payload import Factors, LowRank
 from isgq.correspondence import Correspondence
 from isgq.exchange import Exchange
-from isgq.records import Carrier, Record, Unfinished, finish, ledger_name, scatter
+from isgq.records import Carrier, Record, Unfinished, finish, ledger_name
+from isgq.rows import place
 from isgq.wire.format import FRAME_BYTES
 from isgq.wire.header import (
     NEW_PLAN,
@@ -240,7 +241,7 @@ class Gather:
         means: dict[str, Tensor] = {}
         for carrier in carriers:
             if carrier.name in decoded:
-                scatter(carrier.rows, carrier.mean(decoded[carrier.name], self._exchange.world_size), means)
+                place(carrier.rows, carrier.means(decoded[carrier.name], self._exchange.world_size), means)
         return means
 
     def _read(self, step: Step, carriers: Sequence[Carrier], message: Tensor, rank: int) -> Sequence[Record]:

@@ -31,7 +31,7 @@ from isgq.core.errors import ExchangeError, IsgqError, MismatchError, NonFiniteE
 from isgq.correspondence import Correspondence
 from isgq.exchange import Channel, Exchange
 from isgq.masters import masters
-from isgq.records import scatter
+from isgq.rows import place
 from isgq.two_pass import decode_reply, replies_of
 from isgq.wire.header import NO_PARAMETER, Header, Status, header_size
 
@@ -284,7 +284,7 @@ class Server:
         try:
             gradients: dict[str, Tensor] = {}
             for carrier, record in zip(sent, self._correspondence.read(message, sent, keys), strict=True):
-                scatter(carrier.rows, carrier.mean([carrier.decode(record)], 1), gradients)
+                place(carrier.rows, carrier.means([carrier.decode(record)], 1), gradients)
         except IsgqError as error:
             self._correspondence.rollback()
             self._lose(worker, error)

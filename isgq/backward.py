@@ -69,7 +69,7 @@ class BackwardWatch:
             handle.remove()
         self._handles.clear()
         for window in self._windows:
-            window.pending.clear()
+            window.abort_backward()
             window.reset()
 
     def _output_hook(self, watched: nn.Module) -> Callable[..., None]:

@@ -33,6 +33,7 @@ def instrument(
     seed: int = 0,
     scaler: torch.amp.GradScaler | None = None,
     check_replicas: int = 0,
+    skip_weight_grad: bool = True,
     log: Callable[[str], None] | None = None,
 ) -> Session:
     """Synchronise the model's gradients over all ranks with quantized factors. A collective call.
@@ -62,6 +63,9 @@ def instrument(
         seed: of all randomness; the same on every rank.
         scaler: the GradScaler that scales the loss, if one does; see :mod:`isgq.scaling`.
         check_replicas: every so many steps, compare hashes of all parameters between the ranks; 0 never.
+        skip_weight_grad: do not let autograd make the gradient of a weight that travels as factors, where the mean
+            replaces it at once: less work, and the same ``.grad`` after backward. False makes it all the same; see
+            :mod:`isgq.sparing`. Concerns ``sync="backward"`` alone.
         log: where the one report of parameters without factors goes; by default ``warnings.warn`` for those that a
             user would not expect.
 
@@ -72,4 +76,5 @@ def instrument(
         ExchangeError: a rank is missing.
     """
     choice = choose(codec, dense, scope, aggregate, down, memory, max_staleness)
-    return Session(model, choice, exchange, predicate(skip), routes, sync, seed, LossScale(scaler), check_replicas, log)
+    scale, skips = LossScale(scaler), skip_weight_grad
+    return Session(model, choice, exchange, predicate(skip), routes, sync, seed, scale, check_replicas, skips, log)

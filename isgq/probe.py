@@ -32,7 +32,8 @@ from isgq.correspondence import Correspondence
 from isgq.costs import Estimate, dense
 from isgq.layers.capture import Unit, merge
 from isgq.planner import REFUSED, UNSEEN
-from isgq.records import Carrier, DirectCarrier, FactorCarrier, Record, Rows, Unfinished, finish, names_of
+from isgq.records import Carrier, DirectCarrier, FactorCarrier, Record, Unfinished, finish, names_of
+from isgq.rows import Rows
 from isgq.windows import Contributions, Window
 
 _T = TypeVar("_T")
@@ -161,8 +162,8 @@ def timed(work: Callable[..., _T], *args: Any) -> tuple[float, _T]:
     return min(time.perf_counter() - wall, time.process_time() - cpu), result
 
 
-def _rebuild(carrier: Carrier, record: Record) -> Tensor:
-    return carrier.mean([carrier.decode(record)], 1)
+def _rebuild(carrier: Carrier, record: Record) -> list[Tensor]:
+    return carrier.means([carrier.decode(record)], 1)
 
 
 def _measure(
@@ -181,8 +182,8 @@ def _measure(
         known.commit()
         rebuilt = [timed(_rebuild, carrier, record) for carrier, record in zip(carriers, read, strict=True)]
         rows = []
-        for size, exact, (begin, _), (rebuild, mean) in zip(sizes, truth, begun, rebuilt, strict=True):
-            share, error = size / sum(sizes), float((mean.reshape(-1).double() - exact.double()).square().sum())
+        for size, exact, (begin, _), (rebuild, means) in zip(sizes, truth, begun, rebuilt, strict=True):
+            share, error = size / sum(sizes), float((torch.cat(means).double() - exact.double()).square().sum())
             rows.append((size, error, begin + share * (together + packing), rebuild + share * unpacking))
         rounds.append(torch.tensor(rows, dtype=torch.float64))
     table = torch.stack(rounds[1:])

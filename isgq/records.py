@@ -8,7 +8,7 @@ that was left out of earlier ones.
 """
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from isgq.core.keys import Key, uniform
 from isgq.core.payload import Factors, LowRank, PairPayload, Payload
 from isgq.layers.capture import Unit, merge
 from isgq.planner import NO_PAIR, NO_PRODUCT, PAIRLESS, REFUSED, UNSEEN
+from isgq.rows import Rows, split
 from isgq.windows import Window
 
 Record = Payload | PairPayload
@@ -33,52 +34,6 @@ _PLAIN = _EXACT.name  # of a record that holds a plain gradient
 # in half precision and where float32 may be TensorFloat-32, and else in roundings of its terms.
 _HALF, _TENSOR_FLOAT, _ROUNDINGS = 5e-2, 1e-3, 64
 _TINY = 1e-30
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Some rows of a gradient: ``gradient[start:stop]``.
-
-    Attributes:
-        name: parameter name.
-        shape: of the whole gradient; one without dimensions is a single row.
-        start: first row.
-        stop: row after the last.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @staticmethod
-    def whole(name: str, shape: Sequence[int]) -> "Rows":
-        """All rows."""
-        return Rows(name, tuple(shape), 0, shape[0] if len(shape) else 1)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return (self.stop - self.start) * math.prod(self.shape[1:])
-
-    @property
-    def label(self) -> str:
-        """The parameter's name, and which rows if not all."""
-        complete = self == Rows.whole(self.name, self.shape)
-        return self.name if complete else f"{self.name}[{self.start}:{self.stop}]"
-
-    def of(self, gradient: Tensor) -> Tensor:
-        """These rows of the whole gradient, as a view."""
-        return gradient[self.start : self.stop] if self.shape else gradient
-
-
-def scatter(rows: Sequence[Rows], flat: Tensor, means: MutableMapping[str, Tensor]) -> None:
-    """Write what :class:`Rows` hold together, one after the other in ``flat``, to whole gradients by name."""
-    for each, part in zip(rows, torch.split(flat, [each.numel for each in rows]), strict=True):
-        if each.name not in means:
-            means[each.name] = flat.new_zeros(each.shape)
-        target = each.of(means[each.name])
-        target.copy_(part.reshape(target.shape))
 
 
 def ledger_name(carrier: "Carrier") -> str:
@@ -155,8 +110,11 @@ class Carrier(Protocol):
         """Digests of a record encoded with this key, unless it says otherwise."""
         ...
 
-    def mean(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> Tensor:
-        """All rows of all ranks' decoded records (in rank order; absent ranks count as zero), flat."""
+    def means(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> list[Tensor]:
+        """Of all ranks' decoded records (in rank order; absent ranks count as zero), for each of ``rows``, flat.
+
+        Tensors that nobody else holds, though they may be views of one.
+        """
         ...
 
 
@@ -218,6 +176,8 @@ class FactorCarrier:
             factors = windows[0].unscaled(merge(windows[0].pairs))
         except CodecError as error:
             return str(error)
+        if windows[0].owed:
+            return factors if self._account_alone(factors, gradients) else NO_PRODUCT
         return factors if self._accounts_for(factors, gradients, key) else NO_PRODUCT
 
     def _accounts_for(self, factors: Factors, gradients: Mapping[str, Tensor], key: Key) -> bool:
@@ -226,11 +186,23 @@ class FactorCarrier:
         random = key.child("check")
         mix = uniform(random.digest, "mix", (weight.shape[self.unit.adapter.outputs],), weight.device) * math.sqrt(12)
         made, given = self.unit.mixed(factors, weight, mix)
-        gap = torch.linalg.vector_norm(made - given)
-        for name in self.names[1:]:
-            bias = self.unit.adapter.bias_grad(self.unit.module, factors.d)
-            gap = gap.maximum(torch.linalg.vector_norm(bias - gradients[name]))
+        gap = torch.linalg.vector_norm(made - given).maximum(self._bias_gap(factors, gradients))
         return bool(gap <= self._slack(factors, size))
+
+    def _bias_gap(self, factors: Factors, gradients: Mapping[str, Tensor]) -> Tensor:
+        """How far the bias's gradient is from what the factors make it; 0 without a bias."""
+        gap = factors.d.new_zeros(())
+        for name in self.names[1:]:
+            gap = torch.linalg.vector_norm(self.unit.adapter.bias_grad(self.unit.module, factors.d) - gradients[name])
+        return gap
+
+    def _account_alone(self, factors: Factors, gradients: Mapping[str, Tensor]) -> bool:
+        """The same where autograd has left the weight's gradient out, so that nothing else can have come to it.
+
+        Also whether it is sure to be finite.
+        """
+        slack = self._slack(factors, torch.linalg.vector_norm(factors.d))
+        return bool((self._bias_gap(factors, gradients) <= slack) & slack.isfinite())
 
     def _slack(self, factors: Factors, size: Tensor) -> Tensor:
         """How far the factors' product may be from autograd's gradient of that norm: some roundings of its terms.
@@ -286,17 +258,22 @@ class FactorCarrier:
         """See :class:`Carrier`."""
         return pair_digests(self.codec, key)
 
-    def mean(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> Tensor:
-        """One contraction for all pairs of one size, one for all sums of outer products, and what came plainly."""
+    def means(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> list[Tensor]:
+        """One contraction for all pairs of one size, one for all sums of outer products, and what came plainly.
+
+        One factor is divided by the number of ranks, which takes less than to divide the gradient.
+        """
         by_size: dict[tuple[torch.Size, torch.Size], list[Factors]] = {}
         for part in parts:
             if isinstance(part, Factors):
                 by_size.setdefault((part.x.shape[1:], part.d.shape[1:]), []).append(part)
-        gradients = [self.unit.flat_gradient(merge(group)) for group in by_size.values()]
+        merged = [merge(group) for group in by_size.values()]
+        gradients = [self.unit.gradients(Factors(pair.x, pair.d / world_size)) for pair in merged]
         if products := [part for part in parts if isinstance(part, LowRank)]:
-            left, right = torch.cat([p.left for p in products]), torch.cat([p.right for p in products])
-            gradients.append(self.unit.flat_gradient(LowRank(left, right)))
-        return _sum([*gradients, *(part for part in parts if isinstance(part, Tensor))]) / world_size
+            left, right = (_joined([getattr(p, side) for p in products]) for side in ("left", "right"))
+            gradients.append(self.unit.gradients(LowRank(left / world_size, right)))
+        gradients += [split(self.rows, part / world_size) for part in parts if isinstance(part, Tensor)]
+        return [_sum([each.reshape(-1) for each in every]) for every in zip(*gradients, strict=True)]
 
     def candidate(self, gradients: Mapping[str, Tensor], key: Key) -> Record | Unfinished | int:
         """This rank's record of its pairs; UNSEEN without a gradient, or why there is no record of it."""
@@ -373,9 +350,13 @@ class DirectCarrier:
         """See :class:`Carrier`."""
         return key.digest
 
-    def mean(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> Tensor:
+    def means(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> list[Tensor]:
         """See :class:`Carrier`."""
-        return _sum([part for part in parts if isinstance(part, Tensor)]).reshape(-1) / world_size
+        return split(self.rows, _sum([part for part in parts if isinstance(part, Tensor)]) / world_size)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from isgq.choice import check_option
 from isgq.core.errors import MismatchError
-from isgq.records import DirectCarrier, scatter
+from isgq.records import DirectCarrier
+from isgq.rows import scatter
 
 ResizePolicy = Literal["error", "sum", "reset"]
 State = Mapping[str, Any]

@@ -32,8 +32,8 @@ from isgq.codecs.feedback import ErrorFeedback, Memory
 from isgq.codecs.subspace import Subspace, first_basis, orthonormal
 from isgq.core.errors import OptionError
 from isgq.exchange import Exchange
-from isgq.records import scatter
 from isgq.routing import direct_carriers
+from isgq.rows import scatter
 from isgq.two_pass import TwoPass
 from isgq.wire.header import Header
 

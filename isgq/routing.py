@@ -19,7 +19,8 @@ from isgq.exchange import Exchange
 from isgq.layers.capture import SKIPPED, Unit
 from isgq.planner import Line, Plan, Route, RoutePolicy, decide
 from isgq.probe import Item, energies, estimates, items_of, probe
-from isgq.records import Carrier, DirectCarrier, FactorCarrier, Rows, finish, names_of
+from isgq.records import Carrier, DirectCarrier, FactorCarrier, finish, names_of
+from isgq.rows import Rows
 from isgq.sharding import assign, cut, fill
 from isgq.windows import Contributions, Window
 from isgq.wire import pack_message

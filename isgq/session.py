@@ -24,18 +24,19 @@ from isgq.auto import Sizes
 from isgq.backward import BackwardWatch
 from isgq.bandwidth import Messages
 from isgq.choice import Choice, check_option
-from isgq.core.errors import InstrumentError, MismatchError, NonFiniteError, OptionError, PeerNonFiniteError
-from isgq.core.extremes import check_finite
+from isgq.core.errors import InstrumentError, MismatchError, OptionError, PeerNonFiniteError
 from isgq.core.payload import Factors
 from isgq.exchange import Channel, Exchange, Loopback, TorchExchange
-from isgq.instrumented import check_free, check_frozen, occupy, release
+from isgq.instrumented import check_free, occupy, release
 from isgq.layers.capture import Capture, Unit, find_units
 from isgq.planner import Line, Plan, RoutePolicy, report_plan
-from isgq.records import Carrier, DirectCarrier
+from isgq.records import Carrier, DirectCarrier, FactorCarrier
+from isgq.refusals import refusal
 from isgq.resume import ResizePolicy, pick, resized
 from isgq.rounds import Rounds
 from isgq.routing import make_carriers, plan_together
 from isgq.scaling import LossScale
+from isgq.sparing import Sparing
 from isgq.traffic import Traffic
 from isgq.two_pass import aggregation, replies_of
 from isgq.windows import Contributions, Window, captured_size, flat_gradients
@@ -62,6 +63,7 @@ class Session:
         seed: int,
         scale: LossScale,
         check_replicas: int,
+        skip_weight_grad: bool,
         log: Callable[[str], None] | None,
     ) -> None:
         check_free(model)
@@ -95,7 +97,9 @@ class Session:
         self._local_only = False
         self._present = [True] * self._exchange.world_size  # which ranks had a batch in the last step
         self._backward = BackwardWatch(model, self._windows.values(), self._backward_ended)
-        self._capture = Capture(self._units, self._caught, self._backward.forward_begins)
+        self._skips = skip_weight_grad and sync == "backward"
+        self._sparing = Sparing(self._windows, self._caught, lambda: not self._local_only and not self._outdated)
+        self._capture = Capture(self._units, self._caught, self._backward.forward_begins, self._sparing)
         self._modules = occupy(model)
 
     def _make_aggregate(self) -> Gather:
@@ -133,7 +137,8 @@ class Session:
 
     def _caught(self, unit: Unit, factors: Factors) -> None:
         self._backward.begins()
-        self._windows[unit.name].pending.append(factors)
+        if not self._backward.closed:
+            self._windows[unit.name].pending.append(factors)
 
     def _backward_ended(self) -> None:
         if self._sync == "backward" and not self._local_only:
@@ -187,6 +192,9 @@ class Session:
             if not self._scale.absorbs_overflow(self._windows.values()):
                 raise
             return True
+        finally:
+            for window in self._windows.values():
+                window.settle()  # what a refused step leaves
 
     def _try_step(self, status: Status) -> bool:
         scale = self._scale.value
@@ -198,9 +206,11 @@ class Session:
             self._make_plan()
         if not self._carriers:
             self._carriers = self._make_carriers(self._choice.shards(self._exchange.world_size))
+            factored = {carrier.name for carrier in self._carriers if isinstance(carrier, FactorCarrier)}
+            self._sparing.factored = frozenset(factored if self._skips else ())
         asks = self._choice.auto is not None and self._sizes.asks(captured_size(self._windows))
         step = replace(self._step(), new_plan=asks)
-        outgoing = self._refusal() or self._aggregate.encode(step)
+        outgoing = refusal(self._windows, self._is_dense, self._frozen) or self._aggregate.encode(step)
         if outgoing.status is Status.OK:
             outgoing = replace(outgoing, status=status)
         headers = []
@@ -255,23 +265,6 @@ class Session:
 
     def _is_dense(self, name: str) -> bool:
         return all(name not in carrier.names for carrier in self._carriers)
-
-    def _refusal(self) -> Outgoing | None:
-        """Why this rank cannot take part, as far as no carrier can tell."""
-        touched = [window for window in self._windows.values() if window.touched]
-        if touched and not any(window.filled for window in touched):
-            return Outgoing(status=Status.EMPTY_BATCH)
-        name = ""
-        try:
-            check_frozen(self._frozen)
-            for name in filter(self._is_dense, self._names):
-                if self._windows[name].touched:
-                    check_finite(self._windows[name].contribution(), f"the gradient of {name!r}")
-        except NonFiniteError as error:
-            return Outgoing(status=Status.NON_FINITE, parameter=self._names.index(name), error=error)
-        except InstrumentError as error:
-            return Outgoing(status=Status.FAILED, error=error)
-        return None
 
     def _account(self, sizes: Mapping[str, int], dense: Sequence[Window]) -> None:
         sent, received = self._exchange.sent - self._start_bytes[0], self._exchange.received - self._start_bytes[1]

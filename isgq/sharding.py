@@ -6,7 +6,7 @@ other gradients fill the shards up, so that a gradient may be cut between two ro
 
 from collections.abc import Iterator, Sequence
 
-from isgq.records import Rows
+from isgq.rows import Rows
 
 
 def assign(sizes: Sequence[int], servers: int) -> list[int]:

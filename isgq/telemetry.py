@@ -108,7 +108,7 @@ def measure(
     """
     sums: dict[str, _Sums] = {}
     for carrier, record in records:
-        said = carrier.mean([carrier.decode(record)], 1)
+        said = torch.cat(carrier.means([carrier.decode(record)], 1))
         gradient = torch.cat([rows.of(step.gradients[rows.name]).reshape(-1) for rows in carrier.rows])
         sums.setdefault(ledger_name(carrier), _Sums()).add(gradient, said)
     left_out: dict[str, float] = defaultdict(float)

@@ -13,7 +13,8 @@ from isgq.codecs.feedback import memory_of
 from isgq.core.codec import Codec, PairCodec
 from isgq.core.errors import NonFiniteError
 from isgq.exchange import Exchange
-from isgq.records import Carrier, DirectCarrier, Record, scatter
+from isgq.records import Carrier, DirectCarrier, Record
+from isgq.rows import scatter
 from isgq.wire.header import LENGTH_BYTES, Header, Status, pack_length, unpack_length
 
 

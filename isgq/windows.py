@@ -30,6 +30,7 @@ class Window:
         scale: of the loss; ``p.grad`` and the captured pairs have it, contributions and means have not.
         pairs: factors captured by completed backward passes of this window.
         pending: factors captured by the backward pass that is running.
+        owed: make what autograd has left out of ``p.grad`` in this window, see :mod:`isgq.sparing`.
     """
 
     name: str
@@ -41,6 +42,8 @@ class Window:
     scale: float = 1.0
     pairs: list[Factors] = field(default_factory=list)
     pending: list[Factors] = field(default_factory=list)
+    owed: list[Callable[[], Tensor]] = field(default_factory=list)
+    _foreign: bool = False
     _arrived: bool = False
     _seen: tuple[int, int] | None = None
 
@@ -52,9 +55,9 @@ class Window:
     def watch(self, on_gradient: Callable[[], None]) -> list[RemovableHandle]:
         """Put the two hooks on the parameter; ``on_gradient`` is called during each backward that reaches it."""
 
-        def before(gradient: Tensor) -> None:
+        def before(gradient: Tensor | None) -> None:
             on_gradient()
-            self._open()
+            self._open(adds=gradient is not None)
 
         def after(parameter: Tensor) -> None:
             self.arrivals += 1
@@ -66,14 +69,47 @@ class Window:
             self.parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
         ]
 
-    def _open(self) -> None:
+    def _open(self, adds: bool) -> None:
         grad = self.parameter.grad
+        self._foreign = self._foreign or adds
         if grad is None:  # nothing yet, or the user has dropped what was there
-            self.reset()
+            self._forget()
         elif not self.touched:
-            self.before = grad.detach().clone()
+            self.before = grad.detach()
         else:
             self.check_edits()
+        if adds:
+            self._part_from_before()
+
+    def _part_from_before(self) -> None:
+        """``p.grad`` is about to change."""
+        grad, before = self.parameter.grad, self.before
+        if grad is not None and before is not None and before.data_ptr() == grad.data_ptr():
+            self.before = before.clone()
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing has happened since the last synchronisation, and no hook but the window's would see it."""
+        p, ours = self.parameter, 1
+        hooks = len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ())
+        return not self.touched and hooks == (ours, ours)
+
+    def owe(self, gradient: Callable[[], Tensor]) -> None:
+        """The running pass leaves this out of ``p.grad``."""
+        self.owed.append(gradient)
+
+    def settle(self) -> None:
+        """Add what is owed to ``p.grad``."""
+        if not self.owed:
+            return
+        owed, self.owed = torch.stack([make() for make in self.owed]).sum(0).to(self.parameter.dtype), []
+        grad = self.parameter.grad
+        if grad is None:
+            self.parameter.grad = owed
+        else:
+            self._part_from_before()
+            grad.detach().add_(owed)
+        self._seen = self._identity()
 
     def _identity(self) -> tuple[int, int] | None:
         grad = self.parameter.grad
@@ -81,6 +117,8 @@ class Window:
 
     def check_edits(self) -> None:
         """Notice a gradient that was changed, replaced or dropped since autograd last added to it."""
+        if self.owed:
+            return  # autograd has added nothing, and the pass has only just ended
         if self.touched and self.parameter.grad is None:
             self.reset()
         elif self.touched and self._identity() != self._seen:
@@ -99,6 +137,11 @@ class Window:
         if arrived:
             self.pairs += self.pending
             self.filled = self.filled or not empty
+            if self._foreign:  # something has come besides
+                self.settle()
+        else:
+            self.owed.clear()
+        self._foreign = False
         self.pending.clear()
         return arrived
 
@@ -108,10 +151,12 @@ class Window:
             self.edited = self.edited or self._arrived
             self.pairs.clear()
         self.pending.clear()
-        self._arrived = False
+        self.owed.clear()
+        self._arrived = self._foreign = False
 
     def contribution(self) -> Tensor:
         """This rank's gradient of the window, unscaled: what autograd added to ``p.grad``; zeros if nothing."""
+        self.settle()
         grad = self.parameter.grad
         if not self.touched or grad is None:
             return self.parameter.detach().new_zeros(self.parameter.shape)
@@ -128,22 +173,32 @@ class Window:
 
     def close(self, mean: Tensor) -> None:
         """Put the mean over ranks, scaled again, in the place of this rank's contribution, and start anew."""
+        self.owed.clear()
         grad = self.parameter.grad
         before = self.before if self.touched else (grad.detach() if grad is not None else None)
         scaled = mean if self.scale == 1 else mean * self.scale
         result = scaled.to(self.parameter.device, self.parameter.dtype).reshape(self.parameter.shape)
         result = result if before is None else before + result
         if grad is None:
-            self.parameter.grad = result.clone() if result.data_ptr() == mean.data_ptr() else result
+            self.parameter.grad = result if _is_whole(result) else result.clone()
         else:
             grad.detach().copy_(result)  # keeps the tensor that optimizers and users may hold
         self.reset()
 
     def reset(self) -> None:
-        """Start anew without touching ``p.grad``."""
+        """Start anew, with all in ``p.grad`` that belongs there."""
+        self.settle()
+        self._forget()
+
+    def _forget(self) -> None:
         self.arrivals = 0
         self.before, self.edited, self.filled = None, False, False
         self.pairs.clear()
+
+
+def _is_whole(x: Tensor) -> bool:
+    """Whether the tensor is all that its memory holds, and no part of several, which share a count of versions."""
+    return x.untyped_storage().nbytes() == x.numel() * x.element_size()
 
 
 class Contributions(Mapping[str, Tensor]):

@@ -18,7 +18,7 @@ from isgq.codecs import codec_names
 from isgq.core.codec import Codec
 from isgq.core.errors import MismatchError, OptionError
 from isgq.launch import launch
-from isgq.records import Rows
+from isgq.rows import Rows
 from isgq.sharding import assign, cut, fill
 
 WORLD = 3

@@ -17,7 +17,8 @@ from isgq.correspondence import Correspondence
 from isgq.exchange import Loopback, Pending
 from isgq.launch import launch
 from isgq.layers.capture import find_units
-from isgq.records import Carrier, DirectCarrier, FactorCarrier, Record, Rows
+from isgq.records import Carrier, DirectCarrier, FactorCarrier, Record
+from isgq.rows import Rows
 from isgq.windows import Window
 from isgq.wire import Template, pack_message
 from isgq.wire.format import Kind

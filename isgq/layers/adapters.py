@@ -108,6 +108,11 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
             )
 
 
+def _leads_to(node: Any, edge: int, leaf: Tensor) -> bool:
+    """Whether an input of a node of the graph is this leaf."""
+    return getattr(node.next_functions[edge][0], "variable", None) is leaf
+
+
 @register_adapter(nn.Linear)
 class LinearAdapter:
     """``y = x W^T + b`` over any leading dimensions, which become rows."""
@@ -129,6 +134,20 @@ class LinearAdapter:
     def bias_grad(self, module: nn.Linear, d: Tensor) -> Tensor:
         """Sum over rows."""
         return d.sum(0)
+
+    def made(self, module: nn.Linear, x: Tensor, output: Tensor) -> bool:
+        """See :class:`isgq.layers.spared.Spares`: a product, perhaps of another shape, with the transposed weight."""
+        node: Any = output.grad_fn
+        if node.name() in {"ViewBackward0", "UnsafeViewBackward0"}:
+            node = node.next_functions[0][0]
+        if output.shape[:-1] != x.shape[:-1] or node.name() not in {"AddmmBackward0", "MmBackward0"}:
+            return False
+        turned = node.next_functions[-1][0]
+        return turned is not None and turned.name() == "TBackward0" and _leads_to(turned, 0, module.weight)
+
+    def input_grad(self, module: nn.Linear, weight: Tensor, x: Tensor, d: Tensor) -> Tensor:
+        """``[..., i] = d W``."""
+        return d @ weight
 
 
 @register_adapter(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -174,6 +193,22 @@ class ConvAdapter:
     def bias_grad(self, module: nn.Conv2d, d: Tensor) -> Tensor:
         """Sum over samples and positions."""
         return d.sum([0, *range(2, d.dim())])
+
+    def made(self, module: nn.Conv2d, x: Tensor, output: Tensor) -> bool:
+        """See :class:`isgq.layers.spared.Spares`: a plain convolution of a batch."""
+        node: Any = output.grad_fn
+        padded = isinstance(module.padding, str) or module.padding_mode != "zeros"
+        batched = x.dim() == output.dim() == len(module.kernel_size) + 2
+        return not padded and batched and node.name() == "ConvolutionBackward0" and _leads_to(node, 1, module.weight)
+
+    def input_grad(self, module: nn.Conv2d, weight: Tensor, x: Tensor, d: Tensor) -> Tensor:
+        """The transposed convolution."""
+        padding, nothing = [int(side) for side in module.padding], [0] * len(module.kernel_size)
+        result: Tensor = torch.ops.aten.convolution_backward(
+            d, x, weight, None, list(module.stride), padding, list(module.dilation), False, nothing, module.groups,
+            [True, False, False],
+        )[0]  # fmt: skip
+        return result
 
 
 @register_adapter(nn.Embedding)

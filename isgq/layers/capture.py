@@ -75,17 +75,16 @@ class Unit:
         d = _mix(factors.d.to(dtype), matrix, 1)
         return self.contract(x, d), _mix(gradient.to(dtype), matrix, dimension)
 
-    def flat_gradient(self, factors: Factors | LowRank) -> Tensor:
-        """Weight gradient and bias gradient (if any) as one flat vector."""
+    def gradients(self, factors: Factors | LowRank) -> list[Tensor]:
+        """Weight gradient, in the weight's shape or as a matrix, and bias gradient if there is one."""
         if isinstance(factors, LowRank):
-            parts = [factors.weight().reshape(-1)]
-            if self.bias_name is not None:
-                parts.append(factors.bias())
-            return torch.cat(parts)
-        parts = [self.contract(factors.x, factors.d).reshape(-1)]
-        if self.bias_name is not None:
-            parts.append(self.adapter.bias_grad(self.module, factors.d))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+            return [factors.weight()] if self.bias_name is None else [factors.weight(), factors.bias()]
+        weight = self.contract(factors.x, factors.d)
+        return [weight] if self.bias_name is None else [weight, self.adapter.bias_grad(self.module, factors.d)]
+
+    def flat_gradient(self, factors: Factors | LowRank) -> Tensor:
+        """The same as one flat vector."""
+        return torch.cat([gradient.reshape(-1) for gradient in self.gradients(factors)])
 
 
 def find_units(model: nn.Module, skip: Callable[[str], bool]) -> tuple[list[Unit], dict[str, str]]:
@@ -155,13 +154,18 @@ class Capture:
         units: what to watch.
         sink: called during backward with the unit and the pair of one call.
         on_forward: called with no argument at each watched forward pass that builds a graph.
+        replace: given unit, input and output of a call, may return another output that catches the pair by itself.
     """
 
     def __init__(
-        self, units: Collection[Unit], sink: Callable[[Unit, Factors], None], on_forward: Callable[[], None]
+        self,
+        units: Collection[Unit],
+        sink: Callable[[Unit, Factors], None],
+        on_forward: Callable[[], None],
+        replace: Callable[[Unit, Tensor, Tensor], Tensor | None] = lambda *_: None,
     ) -> None:
         self._sink: Callable[[Unit, Factors], None] | None = sink
-        self._on_forward = on_forward
+        self._on_forward, self._replace = on_forward, replace
         self._handles: list[RemovableHandle] = [
             unit.module.register_forward_hook(self._forward_hook(unit), with_kwargs=True) for unit in units
         ]
@@ -173,16 +177,19 @@ class Capture:
             handle.remove()
         self._handles.clear()
 
-    def _forward_hook(self, unit: Unit) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _forward_hook(self, unit: Unit) -> Callable[..., Tensor | None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
             if module is not unit.module:
-                return  # a deep copy of the model has copies of the hooks
+                return None  # a deep copy of the model has copies of the hooks
             if not (isinstance(output, Tensor) and output.requires_grad and unit.weight.requires_grad):
-                return  # no graph, or autograd will make no weight gradient
+                return None  # no graph, or autograd will make no weight gradient
             self._on_forward()
             x = args[0] if args else kwargs.get("input")
             if not isinstance(x, Tensor):
-                return  # the gradient will be found without a pair, and goes the dense way
+                return None  # the gradient will be found without a pair, and goes the dense way
+            replaced = self._replace(unit, x, output)
+            if replaced is not None:
+                return replaced
             x = x.detach()
 
             def catch(d: Tensor) -> None:
@@ -190,6 +197,7 @@ class Capture:
                     self._sink(unit, canonical_pair(unit, x, d))
 
             output.register_hook(catch)  # type: ignore[no-untyped-call]
+            return None
 
         return hook
 
