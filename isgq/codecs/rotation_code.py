@@ -36,8 +36,7 @@ _TOTAL = 1 << 24
 _INVERSE_SCALE = float(np.sqrt(2.0))
 _LOG2_E = 1.4426950408889634
 _LN_2 = 0.6931471805599453
-_TAYLOR = np.array([1 / math.factorial(i) for i in range(11, -1, -1)])
-_POWERS = np.ldexp(1.0, -np.arange(1001))
+_TAYLOR = [1 / math.factorial(i) for i in range(11, -1, -1)]
 _MOST_DIGITS = 40
 
 DEAD_ZONE = 0.15
@@ -140,10 +139,10 @@ def _trimmed(words: npt.NDArray[np.uint32]) -> bytes:
     return words.astype("<u4").tobytes().rstrip(b"\0")
 
 
-def _tables(exponents: Reals, digits: int) -> tuple[Reals, Reals, Ints, Reals, Reals]:
+def _tables(exponents: Reals, digits: int) -> tuple[Reals, Reals, Ints]:
     """What the kernels take after symbols, dither and group."""
     zeros = _digits(exponents, digits)[:, :, 0].astype(np.int64) + 1
-    return exponents, _decay(exponents), zeros, _TAYLOR, _POWERS
+    return exponents, _decay(exponents), zeros
 
 
 def decode_symbols(data: bytes, dither: Reals | None, group: Ints, steps: Reals, digits: int) -> Ints:

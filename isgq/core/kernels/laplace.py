@@ -4,6 +4,7 @@ Arithmetic is that of the plain code, operation by operation, so frequencies and
 of ``constriction`` (its ``AnsCoder``: a state of 64 bits that starts from 0, words of 32 bits, the last symbol first).
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -24,33 +25,40 @@ _WORD = np.uint64(0xFFFFFFFF)
 _ZERO = np.uint64(0)
 _LOG2_E = np.float64(1.4426950408889634)
 _LN_2 = np.float64(0.6931471805599453)
+_T11, _T10, _T9, _T8, _T7, _T6, _T5, _T4, _T3, _T2, _T1, _T0 = (1 / math.factorial(i) for i in range(12))
 _FAR = np.float64(1000)
 _BLOCK = 1024  # symbols whose frequencies are worked out together, which takes less time than one by one
 
 
 @kernel
-def _decay(x: Any, taylor: Any, powers: Any) -> Any:
-    """:func:`isgq.codecs.rotation_code._decay` of one number."""
-    y = x * _LOG2_E
-    whole = np.floor(y)
-    f = (y - whole) * -_LN_2
-    total = taylor[0]
-    for i in range(1, len(taylor)):
-        total = total * f
-        total = total + taylor[i]
-    return total * powers[np.int64(min(whole, _FAR))]
-
-
-@kernel
 def _frequencies(
-    dither: _Reals, group: _Ints, exponents: _Reals, beyond: _Reals, taylor: _Reals, powers: _Reals,
-    below: _Reals, above: _Reals,
-) -> None:  # fmt: skip
-    """:func:`isgq.codecs.rotation_code._signs`: of the signs - and +."""
-    for i in range(len(dither)):
-        tail = _decay((dither[i] + 0.5) * exponents[group[i]], taylor, powers)
-        below[i] = min(max(np.floor(tail * _HALF_TOTAL), 1.0), _MOST)
-        above[i] = min(max(np.floor(beyond[group[i]] / tail * _HALF_TOTAL), 1.0), _MOST)
+    dither: _Reals, group: _Ints, exponents: _Reals, beyond: _Reals, below: _Reals, above: _Reals, bits: _Ints
+) -> None:
+    """:func:`isgq.codecs.rotation_code._signs`: of the signs - and +; in loops that compilers turn into vectors."""
+    n, powers = len(dither), bits.view(np.float64)
+    for i in range(n):
+        below[i] = (dither[i] + 0.5) * exponents[np.uint64(group[i])]
+    for i in range(n):  # exp(-x), as rotation_code._decay makes it
+        y = below[i] * _LOG2_E
+        whole = np.floor(y)
+        f = (y - whole) * -_LN_2
+        total = _T0 * f + _T1
+        total = total * f + _T2
+        total = total * f + _T3
+        total = total * f + _T4
+        total = total * f + _T5
+        total = total * f + _T6
+        total = total * f + _T7
+        total = total * f + _T8
+        total = total * f + _T9
+        total = total * f + _T10
+        below[i] = total * f + _T11
+        bits[i] = (np.int64(1023) - np.int64(whole if whole < _FAR else _FAR)) << np.int64(52)
+    for i in range(n):
+        tail = below[i] * powers[i]
+        low, high = np.floor(tail * _HALF_TOTAL), np.floor(beyond[np.uint64(group[i])] / tail * _HALF_TOTAL)
+        low, high = (low if low > 1.0 else 1.0), (high if high > 1.0 else 1.0)
+        below[i], above[i] = (low if low < _MOST else _MOST), (high if high < _MOST else _MOST)
 
 
 @kernel
@@ -66,8 +74,7 @@ def _push(state: Any, size: Any, out: Any, start: Any, frequency: Any) -> Any:
 
 @kernel
 def encode_dithered(
-    symbols: _Ints, dither: _Reals, group: _Ints, exponents: _Reals, beyond: _Reals, zeros: _Ints,
-    taylor: _Reals, powers: _Reals, out: _Words,
+    symbols: _Ints, dither: _Reals, group: _Ints, exponents: _Reals, beyond: _Reals, zeros: _Ints, out: _Words
 ) -> int:  # fmt: skip
     """Signs and digits of symbols; see :func:`isgq.codecs.rotation_code.encode_symbols`.
 
@@ -78,8 +85,6 @@ def encode_dithered(
         exponents: ``[g]``.
         beyond: ``exp(-exponents)``.
         zeros: ``[digits, g]``: frequency of the digit 0.
-        taylor: coefficients of :func:`_decay`.
-        powers: ``2**-k``.
         out: room for ``(digits + 1) n + 2`` words.
 
     Returns:
@@ -96,10 +101,10 @@ def encode_dithered(
             zero = np.uint64(table[places[i]])
             one = bool((magnitudes[i] >> shift) & 1)
             state, size = _push(state, size, out, zero if one else _ZERO, _TOTAL - zero if one else zero)
-    below, above = np.empty(_BLOCK), np.empty(_BLOCK)
+    below, above, bits = np.empty(_BLOCK), np.empty(_BLOCK), np.empty(_BLOCK, dtype=np.int64)
     for first in range((n - 1) // _BLOCK * _BLOCK, -1, -_BLOCK):
         last = min(first + _BLOCK, n)
-        _frequencies(dither[first:last], group[first:last], exponents, beyond, taylor, powers, below, above)
+        _frequencies(dither[first:last], group[first:last], exponents, beyond, below, above, bits)
         for i in range(last - first - 1, -1, -1):
             q, low, high = symbols[first + i], np.uint64(np.int64(below[i])), np.uint64(np.int64(above[i]))
             middle = _TOTAL - low - high
@@ -114,8 +119,7 @@ def encode_dithered(
 
 @kernel
 def decode_dithered(
-    words: _Words, dither: _Reals, group: _Ints, exponents: _Reals, beyond: _Reals, zeros: _Ints,
-    taylor: _Reals, powers: _Reals, out: _Ints,
+    words: _Words, dither: _Reals, group: _Ints, exponents: _Reals, beyond: _Reals, zeros: _Ints, out: _Ints
 ) -> bool:  # fmt: skip
     """Inverse of :func:`encode_dithered`: fills ``out``.
 
@@ -126,10 +130,11 @@ def decode_dithered(
     for _ in range(min(2, left)):
         left -= 1
         state = state << _WORD_BITS | np.uint64(words[left])
-    below, above, index = np.empty(_BLOCK), np.empty(_BLOCK), np.empty(n + 1, dtype=np.int64)
+    below, above, bits = np.empty(_BLOCK), np.empty(_BLOCK), np.empty(_BLOCK, dtype=np.int64)
+    index = np.empty(n + 1, dtype=np.int64)
     for first in range(0, n, _BLOCK):
         last = min(first + _BLOCK, n)
-        _frequencies(dither[first:last], group[first:last], exponents, beyond, taylor, powers, below, above)
+        _frequencies(dither[first:last], group[first:last], exponents, beyond, below, above, bits)
         for i in range(last - first):
             low, high = np.uint64(np.int64(below[i])), np.uint64(np.int64(above[i]))
             middle, quantile = _TOTAL - low - high, state & _QUANTILE
