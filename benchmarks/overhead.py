@@ -14,6 +14,7 @@ milliseconds, ratio, cpu_milliseconds, cpu_ratio, megabytes, memory_ratio}``.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import re
@@ -34,6 +35,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import data
 import isgq
 import models
 from isgq.exchange import Loopback
@@ -42,7 +44,7 @@ SHAPES = {
     "fc:hidden=1000-300-100": ((1, 28, 28), 10),
     "fc:hidden=4096-4096": ((1, 32, 32), 1000),
     "lenet": ((1, 28, 28), 10),
-    "fc:hidden=20": ((1, 4, 4), 10),
+    "fc:hidden=20": ((1, 28, 28), 10),
 }
 """Model -> shape of an input, and classes."""
 
@@ -50,6 +52,7 @@ WAYS = ("plain", "ddp", "exact", "isgq", "rotated", "rotated:bases=learned")
 _SMALL = "fc:hidden=20"
 _WARM = 12  # steps that are not counted: the first plans, the next learn
 _MEMORY_STEPS = 4
+_BATCHES = 40
 
 
 @contextmanager
@@ -57,9 +60,10 @@ def training(model: str, way: str, batch: int) -> Iterator[Callable[[], None]]:
     """A function that takes one step of a model in some way."""
     shape, classes = SHAPES[model]
     net = models.build(model, classes=classes, in_shape=shape)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(batch, *shape, generator=generator)
-    y = torch.randint(classes, (batch,), generator=generator)
+    images = data.load("mnist5k").standardized()
+    margin = (shape[1] - images.train_x.shape[-1]) // 2
+    xs = torch.split(F.pad(images.train_x, [margin] * 4), batch)
+    turn = itertools.cycle(list(zip(xs, torch.split(images.train_y, batch), strict=True))[:_BATCHES])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with ExitStack() as stack:
         run: nn.Module = net
@@ -69,6 +73,7 @@ def training(model: str, way: str, batch: int) -> Iterator[Callable[[], None]]:
             stack.enter_context(isgq.instrument(net, way, exchange=Loopback(), log=lambda _: None))
 
         def step() -> None:
+            x, y = next(turn)
             F.cross_entropy(run(x), y).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()

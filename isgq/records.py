@@ -267,11 +267,16 @@ class FactorCarrier:
         for part in parts:
             if isinstance(part, Factors):
                 by_size.setdefault((part.x.shape[1:], part.d.shape[1:]), []).append(part)
-        merged = [merge(group) for group in by_size.values()]
-        gradients = [self.unit.gradients(Factors(pair.x, pair.d / world_size)) for pair in merged]
+        sums: list[Factors | LowRank] = []
+        for group in by_size.values():
+            pair = merge(group)
+            sums.append(Factors(pair.x, pair.d / world_size))
         if products := [part for part in parts if isinstance(part, LowRank)]:
             left, right = (_joined([getattr(p, side) for p in products]) for side in ("left", "right"))
-            gradients.append(self.unit.gradients(LowRank(left / world_size, right)))
+            sums.append(LowRank(left / world_size, right))
+        fits = [(each.d if isinstance(each, Factors) else each.left).dtype for each in sums] == [self.unit.weight.dtype]
+        memory = self.windows[self.name].memory() if fits else None
+        gradients = [self.unit.gradients(each, memory) for each in sums]
         gradients += [split(self.rows, part / world_size) for part in parts if isinstance(part, Tensor)]
         return [_sum([each.reshape(-1) for each in every]) for every in zip(*gradients, strict=True)]
 

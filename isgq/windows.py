@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from isgq.core.memory import Place
 from isgq.core.payload import Factors
 
 
@@ -44,6 +45,7 @@ class Window:
     pending: list[Factors] = field(default_factory=list)
     owed: list[Callable[[], Tensor]] = field(default_factory=list)
     _foreign: bool = False
+    _place: Place | None = None
     _arrived: bool = False
     _seen: tuple[int, int] | None = None
 
@@ -180,10 +182,29 @@ class Window:
         result = scaled.to(self.parameter.device, self.parameter.dtype).reshape(self.parameter.shape)
         result = result if before is None else before + result
         if grad is None:
-            self.parameter.grad = result if _is_whole(result) else result.clone()
+            self._give(result if _is_whole(result) else result.clone())
         else:
             grad.detach().copy_(result)  # keeps the tensor that optimizers and users may hold
         self.reset()
+
+    def _give(self, gradient: Tensor) -> None:
+        """Make a tensor that nobody else holds the gradient."""
+        place = self._place
+        if place is not None and place.tensor is not None and place.tensor.data_ptr() == gradient.data_ptr():
+            self.parameter.grad = place.tensor
+            return
+        self.parameter.grad = gradient.data  # which is no view of what it was made from
+        if place is not None:
+            place.tensor = self.parameter.grad
+
+    def memory(self) -> Tensor | None:
+        """Where the next mean may be written: what ``p.grad`` was before it was dropped, if nobody holds it."""
+        if self.parameter.device.type != "cpu" or self.parameter.grad is not None:
+            return None
+        self._place = self._place or Place()
+        last = self._place.free()
+        fits = last is not None and last.shape == self.parameter.shape and last.dtype == self.parameter.dtype
+        return last if fits and last is not None and last.is_contiguous() else None
 
     def reset(self) -> None:
         """Start anew, with all in ``p.grad`` that belongs there."""

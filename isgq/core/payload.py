@@ -46,9 +46,10 @@ class LowRank:
     left: Tensor
     right: Tensor
 
-    def weight(self) -> Tensor:
-        """The weight's gradient as a matrix ``[o, p - 1]``."""
-        return self.left.T @ self.right[:, :-1]
+    def weight(self, out: Tensor | None = None) -> Tensor:
+        """The weight's gradient as a matrix ``[o, p - 1]``; written to ``out``, contiguous, if given."""
+        right = self.right[:, :-1]
+        return torch.mm(self.left.T, right, out=None if out is None else out.view(self.left.shape[1], right.shape[1]))
 
     def bias(self) -> Tensor:
         """The bias's gradient ``[o]``."""

@@ -12,7 +12,7 @@ An adapter is chosen by the exact type of the module: a subclass may compute som
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,15 @@ class Adapter(Protocol):
 
     def bias_grad(self, module: Any, d: Tensor) -> Tensor:
         """The bias's gradient, ``[o]``; called only where the module has a bias."""
+        ...
+
+
+@runtime_checkable
+class Writes(Protocol):
+    """What an adapter has besides, if it can write to memory that is there."""
+
+    def contract_into(self, module: Any, x: Tensor, d: Tensor, out: Tensor) -> Tensor:
+        """:meth:`Adapter.contract` written to ``out``, which is returned."""
         ...
 
 
@@ -130,6 +139,10 @@ class LinearAdapter:
     def contract(self, module: nn.Linear, x: Tensor, d: Tensor) -> Tensor:
         """``[o, i] = d^T x``."""
         return d.t() @ x
+
+    def contract_into(self, module: nn.Linear, x: Tensor, d: Tensor, out: Tensor) -> Tensor:
+        """See :class:`Writes`."""
+        return torch.mm(d.t(), x, out=out)
 
     def bias_grad(self, module: nn.Linear, d: Tensor) -> Tensor:
         """Sum over rows."""

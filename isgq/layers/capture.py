@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from isgq.core.errors import CodecError
 from isgq.core.payload import Factors, LowRank
-from isgq.layers.adapters import Adapter, adapter_for, has_adapter
+from isgq.layers.adapters import Adapter, Writes, adapter_for, has_adapter
 
 SKIPPED = "skipped by the caller"
 
@@ -75,12 +75,21 @@ class Unit:
         d = _mix(factors.d.to(dtype), matrix, 1)
         return self.contract(x, d), _mix(gradient.to(dtype), matrix, dimension)
 
-    def gradients(self, factors: Factors | LowRank) -> list[Tensor]:
-        """Weight gradient, in the weight's shape or as a matrix, and bias gradient if there is one."""
+    def gradients(self, factors: Factors | LowRank, out: Tensor | None = None) -> list[Tensor]:
+        """Weight gradient, in the weight's shape or as a matrix, and bias gradient if there is one.
+
+        Args:
+            factors: what they are made of.
+            out: where the weight's gradient may be written, if that is possible: of its shape and dtype, contiguous.
+        """
+        has_bias = self.bias_name is not None
         if isinstance(factors, LowRank):
-            return [factors.weight()] if self.bias_name is None else [factors.weight(), factors.bias()]
-        weight = self.contract(factors.x, factors.d)
-        return [weight] if self.bias_name is None else [weight, self.adapter.bias_grad(self.module, factors.d)]
+            return [factors.weight(out), *([factors.bias()] if has_bias else [])]
+        if out is not None and isinstance(self.adapter, Writes):
+            weight = self.adapter.contract_into(self.module, factors.x, factors.d, out)
+        else:
+            weight = self.contract(factors.x, factors.d)
+        return [weight, *([self.adapter.bias_grad(self.module, factors.d)] if has_bias else [])]
 
     def flat_gradient(self, factors: Factors | LowRank) -> Tensor:
         """The same as one flat vector."""
