@@ -61,6 +61,8 @@ def systematic(weights: Tensor, count: int, digest: int) -> Tensor:
     offsets = (random_int32(digest, "systematic.offsets", math.ceil(n / rows)).to(torch.int64) % rows).tolist()
     order = _order(digest, "systematic.order", rows, device)
     start = float(_uniform(digest, "systematic.start", 1, torch.device("cpu")))
+    if device.type == "cpu" and rows == n:
+        return torch.from_numpy(_points_on_host(weights.double().numpy(), count, start, order.numpy(), offsets[0]))
     return systematic_points(weights, count, start, order, offsets).nonzero().squeeze(1)
 
 
@@ -112,6 +114,20 @@ def systematic_points(weights: Tensor, count: int, start: float, order: Tensor, 
         part.copy_((reached > passed).roll(-offsets[place])[: part.numel()])
         passed = reached
     return drawn
+
+
+def _points_on_host(
+    weights: _Reals, count: int, start: float, order: npt.NDArray[np.int64], offset: int
+) -> npt.NDArray[np.int64]:
+    """Positions that :func:`systematic_points` marks where a row is an entry, in fewer and quicker operations."""
+    rows = (np.arange(len(weights)) + offset) % len(weights)
+    cumulated = np.empty_like(weights)
+    cumulated[rows] = weights
+    cumulated = cumulated[order].cumsum()
+    points = np.minimum(np.ceil(cumulated * (1 / cumulated[-1] * (count * _ABOVE)) - start), count)
+    hit = order[np.diff(points, prepend=max(math.ceil(-start), 0)) > 0]
+    entries: npt.NDArray[np.int64] = np.sort((hit - offset) % len(weights))
+    return entries
 
 
 def _positive(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ best use of their bits together.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -57,12 +57,15 @@ class Curve:
     kappa: Reals
     codes: Ints
     light: int
+    _losses: Reals = field(init=False, repr=False)
 
-    def heavy(self, weights: Reals, slope: float) -> Ints:
-        """Which pair is best for each heavy atom."""
+    def __post_init__(self) -> None:
         # kappa falls by less and less for a bit: take bits while a bit takes away slope / w^2 or more
-        gains = -np.diff(self.kappa) / np.diff(self.bits)
-        chosen: Ints = np.searchsorted(-gains, -slope / weights**2, side="right")
+        object.__setattr__(self, "_losses", np.diff(self.kappa) / np.diff(self.bits))
+
+    def heavy(self, squares: Reals, slope: float) -> Ints:
+        """Which pair is best for each heavy atom, by the squares of their weights."""
+        chosen: Ints = self._losses.searchsorted(-slope / squares, side="right")
         return chosen
 
 
@@ -91,7 +94,7 @@ def _falling(values: Reals) -> npt.NDArray[np.bool_]:
     return values < np.concatenate([[np.inf], np.minimum.accumulate(values)[:-1]])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Spectrum:
     """The weights of a gradient's atoms, falling, and the sides that their vectors have."""
 
@@ -99,10 +102,26 @@ class Spectrum:
     left: Side
     right: Side
 
-    @property
+    @functools.cached_property
     def energy(self) -> float:
         """Squared norm of the gradient."""
-        return float(np.square(self.weights).sum())
+        return float(self.squares.sum())
+
+    @functools.cached_property
+    def squares(self) -> Reals:
+        """Of the weights."""
+        return np.square(self.weights)
+
+    @functools.cached_property
+    def rests(self) -> tuple[Reals, Reals]:
+        """Sums of the weights, and of their squares, from each on: ``[j + 1]``, the last 0."""
+        weights, squares = (np.append(np.cumsum(each[::-1])[::-1], 0.0) for each in (self.weights, self.squares))
+        return weights, squares
+
+    @functools.cached_property
+    def rising(self) -> Reals:
+        """The weights, negated."""
+        return -self.weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +171,15 @@ def plan_at_slope(spectrum: Spectrum, slope: float) -> Plan:
         spectrum: of the gradient.
         slope: squared gradient a bit, positive.
     """
-    c, w = curve(spectrum.left, spectrum.right), spectrum.weights
-    bits, kappa = c.bits[c.light] - ATOM_BITS, c.kappa[c.light]
+    c = curve(spectrum.left, spectrum.right)
+    bits, kappa = float(c.bits[c.light]) - ATOM_BITS, float(c.kappa[c.light])
     tau = math.sqrt(slope * bits / (1 + kappa))
-    heavy = int(np.searchsorted(-w, -tau, side="right"))
-    chosen, light = c.heavy(w[:heavy], slope), w[heavy:]
-    variance = (w[:heavy] ** 2 * c.kappa[chosen]).sum() + (light * tau * (1 + kappa) - light**2).sum()
-    total = c.bits[chosen].sum() + light.sum() / tau * bits + FIXED_BITS
+    heavy = int(spectrum.rising.searchsorted(-tau, side="right"))
+    squares = spectrum.squares[:heavy]
+    chosen = c.heavy(squares, slope)
+    light, energy = (float(rest[heavy]) for rest in spectrum.rests)
+    variance = squares @ c.kappa[chosen] + light * tau * (1 + kappa) - energy
+    total = c.bits[chosen].sum() + light / tau * bits + FIXED_BITS
     return Plan(heavy, c.codes[chosen], c.codes[c.light], tau, float(variance), float(total))
 
 

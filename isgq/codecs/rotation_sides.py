@@ -126,6 +126,8 @@ class Side:
         energy, classes, _ = self._classes
         used, place = np.unique(codes, return_inverse=True)
         steps = self._steps[used]
+        if self.energy is None:  # one class
+            return steps[:, 0], steps[:, 0], np.repeat(place, self.size)
         group = place.reshape(-1, 1) * len(energy) + classes
         return steps.reshape(-1), (steps / np.sqrt(energy)).reshape(-1), group.reshape(-1)
 
