@@ -61,7 +61,7 @@ class Receiver:
         def receive(workers: int) -> None:
             every = [known.read(message, carriers, keys) for _ in range(workers)]
             for carrier, own in zip(carriers, zip(*every, strict=True), strict=True):
-                carrier.mean([carrier.decode(record) for record in own], workers)
+                carrier.means([carrier.decode(record) for record in own], workers)
 
         one, all_ = (min(timed(receive, workers)[0] for _ in range(_ROUNDS)) for workers in (1, self.workers))
         self.more = max(0.0, all_ - one)
