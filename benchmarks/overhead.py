@@ -14,6 +14,7 @@ milliseconds, ratio, cpu_milliseconds, cpu_ratio, megabytes, memory_ratio}``.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import platform
@@ -55,15 +56,21 @@ _MEMORY_STEPS = 4
 _BATCHES = 40
 
 
+@functools.cache
+def batches(side: int, batch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Images of so many pixels a side and their classes; kept, so that nobody's memory counts them."""
+    images, count = data.load("mnist5k").standardized(), _BATCHES * batch
+    margin = (side - images.train_x.shape[-1]) // 2
+    x, y = F.pad(images.train_x[:count], [margin] * 4), images.train_y[:count]
+    return list(zip(torch.split(x, batch), torch.split(y, batch), strict=True))
+
+
 @contextmanager
 def training(model: str, way: str, batch: int) -> Iterator[Callable[[], None]]:
     """A function that takes one step of a model in some way."""
     shape, classes = SHAPES[model]
     net = models.build(model, classes=classes, in_shape=shape)
-    images = data.load("mnist5k").standardized()
-    margin = (shape[1] - images.train_x.shape[-1]) // 2
-    xs = torch.split(F.pad(images.train_x, [margin] * 4), batch)
-    turn = itertools.cycle(list(zip(xs, torch.split(images.train_y, batch), strict=True))[:_BATCHES])
+    turn = itertools.cycle(batches(shape[1], batch))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with ExitStack() as stack:
         run: nn.Module = net
@@ -115,6 +122,7 @@ def _resident(field: str) -> int:
 def peak(model: str, way: str, batch: int) -> int:
     """Bytes of resident memory that training takes at most, besides what the process had before; in a fresh process."""
     with alone():
+        batches(SHAPES[model][0][1], batch)
         for name in (_SMALL, model):
             Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
             before = _resident("VmRSS")

@@ -11,6 +11,7 @@ from analysis.measure import entropy
 from analysis.methods import SPECS
 from benchmarks.codecs import NETWORKS, QUICK, STAGES, kept, main, table
 from benchmarks.frontier import main as frontier
+from benchmarks.overhead import main as overhead
 from isgq.codecs import codec, codec_names
 
 CHOSEN = ("exact", "sign", "dithered:levels=1", "error_feedback(top_k:k=0.01)", "separate(dithered)", "naive")
@@ -157,3 +158,15 @@ def test_the_frontier_trains_with_real_messages(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "simulated workers" in shown
     assert shown.count("| 2x1000 | 0.05 | 1 |") == len(methods)
+
+
+def test_the_cost_of_a_step_is_a_row_for_each_way(tmp_path, capsys):
+    path = tmp_path / "overhead.json"
+    overhead(["--models", "fc:hidden=20", "--ways", "plain", "ddp", "exact", "--rounds", "2", "--out", str(path)])
+    report = json.loads(path.read_text())
+    assert [row["way"] for row in report["rows"]] == ["plain", "ddp", "exact"]
+    assert report["command"].startswith("python -m benchmarks.overhead --models")
+    plain = report["rows"][0]
+    assert plain["ratio"] == plain["cpu_ratio"] == 1
+    assert all(row["milliseconds"] > 0 for row in report["rows"])
+    assert capsys.readouterr().out.count("`fc:hidden=20`") == 3

@@ -170,3 +170,18 @@ def test_a_method_in_the_place_of_forward_is_left_alone(model: nn.Module) -> Non
         assert not names
         got = gradients(net)
     torch.testing.assert_close(got, list(torch.autograd.grad(loss(net(X)), list(net.parameters()))))
+
+
+def test_a_mean_is_written_where_a_dropped_gradient_was_unless_somebody_holds_it(model: nn.Module) -> None:
+    weight = model[0].weight  # type: ignore[index]
+    with session_of(model):
+        addresses, held, kept = [], [], []
+        for step in range(6):
+            model.zero_grad()
+            loss(model(X)).backward()
+            addresses.append(weight.grad.data_ptr())
+            if step == 3:
+                held, kept = [weight.grad], [weight.grad.clone()]
+    assert len(set(addresses[:4])) == 1
+    assert addresses[4] == addresses[5] != addresses[3]
+    torch.testing.assert_close(held, kept, rtol=0, atol=0)
