@@ -182,7 +182,7 @@ class FactorCarrier:
 
     def _accounts_for(self, factors: Factors, gradients: Mapping[str, Tensor], key: Key) -> bool:
         """Whether the factors make up autograd's gradient, as far as a random mix of outputs tells; see Unit.mixed."""
-        weight, size = gradients[self.name], torch.linalg.vector_norm(self._flat(gradients))
+        weight, size = gradients[self.name], _norm([gradients[name] for name in self.names])
         random = key.child("check")
         mix = uniform(random.digest, "mix", (weight.shape[self.unit.adapter.outputs],), weight.device) * math.sqrt(12)
         made, given = self.unit.mixed(factors, weight, mix)
@@ -220,8 +220,11 @@ class FactorCarrier:
 
     def gap(self, factors: Factors, gradients: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """How far the factors' product is from autograd's gradient, and the gradient's norm; one contraction."""
-        local = self._flat(gradients)
-        return torch.linalg.vector_norm(self.unit.flat_gradient(factors) - local), torch.linalg.vector_norm(local)
+        given, apart = [gradients[name] for name in self.names], []
+        for made, mine in zip(self.unit.gradients(factors), given, strict=True):
+            fits = made.dtype == mine.dtype  # then the difference needs no memory of its own
+            apart.append(made.view(mine.shape).sub_(mine) if fits else made.view(mine.shape) - mine)
+        return _norm(apart), _norm(given)
 
     def decode(self, record: Record) -> Factors | LowRank | Tensor:
         """Factors, or the plain gradient as one flat vector; at least float32, on the weight's device.
@@ -358,6 +361,12 @@ class DirectCarrier:
     def means(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> list[Tensor]:
         """See :class:`Carrier`."""
         return split(self.rows, _sum([part for part in parts if isinstance(part, Tensor)]) / world_size)
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Euclidean norm of several tensors as one vector."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]))
+    return norm
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -249,6 +249,7 @@ class Session:
         for name, mean in means.items():
             self._windows[name].close(mean)
         for window in self._windows.values():
+            window.owed.clear()  # where no mean is left, a server's optimizer has stepped
             window.reset()
         self._account(self._aggregate.sizes, dense)
         self._aggregate.commit()
