@@ -151,13 +151,14 @@ class FactorCarrier:
         """See :class:`Carrier`."""
         factors = self._trusted_factors(gradients, key)
         if isinstance(factors, Factors):
-            return self._begin(factors, key)
+            return self.begin(factors, key)
         flat = self._flat(gradients)
         check_finite(flat, f"the gradient of {self.name!r}")
         self.say(f"{self.name} travels whole wherever this happens: {factors}")
         return Payload(_PLAIN, tuple(flat.shape), flat.dtype, {}, {"values": flat})
 
-    def _begin(self, factors: Factors, key: Key) -> Record | Unfinished:
+    def begin(self, factors: Factors, key: Key) -> Record | Unfinished:
+        """The record of these factors, or what :func:`finish` makes it of."""
         if self._planner is None or not self._planner.together:
             return self.codec.encode_pair(factors, self.unit.contract, key)
         prepared = self._planner.prepare(factors, self.unit.contract, key)
@@ -295,7 +296,7 @@ class FactorCarrier:
             gap, size = self.gap(factors, gradients)
             if gap > self._slack(factors, size):
                 return REFUSED
-            return self._begin(factors, key)
+            return self.begin(factors, key)
         except NonFiniteError:
             return UNSEEN
         except CodecError:

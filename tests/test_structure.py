@@ -22,7 +22,7 @@ ALLOWED = {
     "models": {"models"},
     "data": {"data"},
     "analysis": {"isgq", "models", "data", "training", "analysis", "train"},
-    "benchmarks": {"isgq", "models", "data", "analysis", "benchmarks"},
+    "benchmarks": {"isgq", "models", "data", "analysis", "training", "benchmarks"},
     "training": {"isgq", "models", "data", "analysis", "training"},
     "train": {"isgq", "models", "data", "analysis", "training"},
 }
