@@ -7,6 +7,7 @@ session measures both in its first step.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,11 +54,15 @@ def plan_of(config: Config, spec: str) -> Plan:
     """What the session decides after one step."""
     model, x = inputs(config, spec)
     with isgq.instrument(model, config.codec, dense=config.dense) as session:
-        output = model(x)
-        logits = output[0].flatten(0, 1) if isinstance(output, tuple) else output
-        loss = F.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[1])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss(model(x)).backward()  # type: ignore[no-untyped-call]
     return session.plan
+
+
+def loss(output: Tensor | tuple[Tensor, Any], targets: object = None) -> Tensor:
+    """Cross entropy of any classes, for images and texts alike; none are given."""
+    del targets
+    logits = output[0].flatten(0, 1) if isinstance(output, tuple) else output
+    return F.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[1])
 
 
 def summary(plan: Plan) -> str:

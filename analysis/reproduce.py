@@ -123,9 +123,17 @@ def reproduce(name: str) -> Path:
         status = subprocess.run([sys.executable, *shlex.split(command)], check=False).returncode
         if status:
             raise ReportError(f"python {command} ended with status {status}")
-    text = replaced(DOCUMENT.read_text(), name, block(entry, commands, load(folder)))
-    write_atomically(DOCUMENT, text)
+    rewrite(name, block(entry, commands, load(folder)))
     return folder
+
+
+def rewrite(name: str, content: str) -> None:
+    """Write what stands between the markers of a name.
+
+    Raises:
+        ReportError: the markers are missing.
+    """
+    write_atomically(DOCUMENT, replaced(DOCUMENT.read_text(), name, content))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

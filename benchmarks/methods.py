@@ -274,3 +274,8 @@ def build(
         up, down = split_outside(inner or "", ";")
         return in_rounds([choose(up, None, "tensor", "two_pass", down, memory) for _ in range(workers)], like, seed)
     return Coded(units, like, first, dense or None, workers, seed, routes)
+
+
+def in_ring(spec: str) -> bool:
+    """Whether a worker sends as much as it receives; otherwise it sends once what all others receive."""
+    return split_spec(spec)[0] in {"dense", "powersgd", "two_pass", "subspace"}
