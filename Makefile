@@ -1,10 +1,10 @@
-# make setup | data | demo | test | lint | docs | fuzz | bench | reproduce: each sets up what it needs in .venv
+# make setup | data | demo | test | lint | docs | fuzz | bench | reproduce | papers: each sets up what it needs in .venv
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup data demo test lint format docs fuzz bench reproduce clean
+.PHONY: setup data demo test lint format docs fuzz bench reproduce papers clean
 
 setup: $(STAMP)
 
@@ -53,6 +53,9 @@ bench: setup
 
 reproduce: setup
 	$(BIN)/python -m analysis.reproduce
+
+papers: setup
+	$(BIN)/python -m benchmarks.papers
 
 clean:
 	rm -rf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 from analysis import reproduce
+from analysis.plans import Config as PlanConfig
 from analysis.report import Report, ReportError
 from benchmarks import single_steps
 from benchmarks.comparison import Study, compare
@@ -173,9 +174,10 @@ def _prediction(options: argparse.Namespace) -> Report:
 
 def _plans(options: argparse.Namespace) -> Report:
     if options.quick:
-        return single_steps.plans(["fc:hidden=8"], ["100Mbit/s"], 2)
+        return single_steps.plans([("fc:hidden=8", PlanConfig(batch=4))], 2)
     models = ["fc", "lenet", "cifarnet", "resnet18:width=16", "lstm_lm:width=64", "transformer_lm:width=64"]
-    return single_steps.plans(models, ["10Mbit/s+1ms", "1Gbit/s+0.1ms"], 4)
+    long = PlanConfig(batch=32, steps=64, vocabulary=2000)
+    return single_steps.plans([*((m, PlanConfig()) for m in models), *((m, long) for m in models[-2:])], 4)
 
 
 def _small(config: Config) -> Config:
@@ -189,9 +191,11 @@ def _small(config: Config) -> Config:
 
 
 def quick_study(study: Study) -> Study:
-    """The same methods, at one rate, for two steps of small models."""
-    rates = study.rates[:1]
-    return replace(study, base=_small(study.base), rates=rates, settings=dict([*study.settings.items()][:2]))
+    """The same methods, at one rate, for two steps of small models; few of them in a second setting."""
+    first, *others = study.settings
+    kept = {first: study.settings[first], **{name: study.settings[name] for name in others[:1]}}
+    only = {name: study.only.get(name, study.methods)[:2] for name in others}
+    return replace(study, base=_small(study.base), rates=study.rates[:1], settings=kept, only=only)
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,7 @@ def _compare(name: str, options: argparse.Namespace) -> Report:
 _COLUMNS = ("setting", "method", "rate", "seeds", "sent", "compression", "accuracy", "loss", "deviation", "to_dense")
 _ERRORS = ("model", "codec", "bits", "gain", "nmse")
 _PREDICTION = ("layer", "size", "k", "forecast", "winner", "regret", "top-k", "random-k", "rTop-k")
-_PLANS = ("model", "link", "plan", "dense", "sent", "received", "error")
+_PLANS = ("model", "rows", "plan", "dense", "sent", "received", "error")
 PARTS: Mapping[str, Part] = {
     **{name: Part(partial(_compare, name), "methods", _COLUMNS) for name in STUDIES},
     "prediction": Part(_prediction, "prediction", _PREDICTION),

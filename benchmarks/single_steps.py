@@ -149,25 +149,35 @@ def worker_gradients(config: Config, count: int, least: int) -> dict[str, tuple[
     return {name: (own[:count], own[count:], true[name]) for name, own in stacked.items()}
 
 
-def plans(models: Sequence[str], links: Sequence[str], workers: int) -> Report:
-    """What ``auto`` does with each model by bytes alone, over each link."""
+def plans(cases: Sequence[tuple[str, PlanConfig]], workers: int) -> Report:
+    """What ``auto`` does with each model, by bytes alone.
+
+    Args:
+        cases: models, and how many samples of what length a worker has.
+        workers: how many.
+    """
     rows: list[Sequence[Cell]] = []
-    for spec in models:
-        model, x = inputs(PlanConfig(), spec)
-        for link in links:
-            forecast = isgq.plan(model, (x, None), workers=workers, link=link, timed=False, loss=loss)
-            ways = Counter(each.way for each in forecast.decision.chosen)
-            said = ", ".join(f"{n} {way}" for way, n in ways.most_common())
-            moved = forecast.moved
-            sizes = forecast.dense_size, moved.sent, moved.received, forecast.error
-            rows.append([spec, str(link), said, *sizes])
+    summary = []
+    for spec, config in cases:
+        model, x = inputs(config, spec)
+        forecast = isgq.plan(model, (x, None), workers=workers, link="100Mbit/s+1ms", timed=False, loss=loss)
+        ways = Counter(each.way for each in forecast.decision.chosen)
+        said = ", ".join(f"{n} {way}" for way, n in ways.most_common())
+        moved, count = forecast.moved, x.numel() if x.dim() == 2 else len(x)
+        rows.append([spec, count, said, forecast.dense_size, moved.sent, moved.received, forecast.error])
+        pairs = sum(n for way, n in ways.items() if way.partition(":")[0] in {"isgq", "balanced", "rotated"})
+        summary.append(
+            f"{spec}, {count} rows: {pairs} of {sum(ways.values())} gradients by factors, "
+            f"x{forecast.dense_size / moved.sent:.0f} in all at an error of {forecast.error:.2g}."
+        )
     columns = {
-        "model": "the network, new, on 16 random images or 16 texts of 32 random tokens",
-        "link": "of each worker",
+        "model": "the network, new, on random images, or texts of random tokens",
+        "rows": "images or tokens of a worker in a step",
         "plan": "how many gradients take which way",
         "dense": "bytes of the gradients",
         "sent": "predicted bytes that a worker sends in a step",
         "received": "predicted bytes that it receives",
         "error": "expected squared error of the mean, over one worker's squared gradient; 0.25 is allowed",
     }
-    return Report("What auto plans", [], [Table("plans", f"Plans of auto for {workers} workers", columns, rows)])
+    table = Table("plans", f"Plans of auto for {workers} workers, by bytes alone", columns, rows)
+    return Report("What auto plans", summary, [table])
