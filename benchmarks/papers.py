@@ -73,9 +73,9 @@ STUDIES: Mapping[str, Study] = {
     ),
     "rtop_k_text": Study(
         "rTop-k on a language model",
-        replace(_TEXT, model="lstm_lm:width=32", workers=(5,), batch_per_worker=4, epoch_steps=200),
+        replace(_TEXT, model="lstm_lm:width=32", workers=(5,), batch_per_worker=4, epoch_steps=160),
         [*_sparse("0.01", "0.001"), "powersgd:rank=2", "subspace:rank=4,step=1", "rotated:ratio=200,bases=learned"],
-        (0.5, 1.0, 2.0),
+        (0.3, 1.0),
         {"every step": {}, "federated, 8 steps": {"local_steps": 8}},
         {"federated, 8 steps": [*_sparse("0.01", "0.001"), *_FEDERATED]},
         notes=["Federated: bytes are those of a round, divided by its steps; changes of models have no factors."],
@@ -99,9 +99,9 @@ STUDIES: Mapping[str, Study] = {
             standardize=True,
             model="resnet18:width=16",
             workers=(8,),
-            batch_per_worker=8,
+            batch_per_worker=4,
             epochs=4,
-            epoch_steps=75,
+            epoch_steps=30,
             momentum=0.0,
         ),
         [
@@ -112,7 +112,7 @@ STUDIES: Mapping[str, Study] = {
         ],
         (0.1, 0.2),
         links=("10Mbit/s+1ms", "100Mbit/s+1ms", "1Gbit/s+0.1ms", "10Gbit/s+0.1ms"),
-        notes=["MEM-SGD is two_pass(...;dense):memory=worker; an epoch is 75 steps."],
+        notes=["MEM-SGD is two_pass(...;dense):memory=worker; an epoch is 30 steps."],
     ),
     "cifarnet": Study(
         "CifarNet on patches of photographs",

@@ -9,7 +9,7 @@ from isgq.core.keys import random_int32, uniform
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-WRAPPERS = {"separate", "error_feedback", "momentum_correction", "scheduled"}
+WRAPPERS = {"separate", "error_feedback", "momentum_correction", "scheduled", "scheduled_pair"}
 
 
 def test_the_counter_hash_is_the_same_on_both_devices() -> None:

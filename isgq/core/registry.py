@@ -132,7 +132,8 @@ def codec(spec: "str | AnyCodec", *, also: Sequence[str] = ()) -> AnyCodec:
     spec = _ALIASES.get(spec.strip(), spec)
     name, inner, options = split_spec(spec)
     if any("->" in option for option in options):
-        scheduled: AnyCodec = codec_class("scheduled")(spec)
+        pairs = hasattr(codec_class(name, also), "encode_pair")
+        scheduled: AnyCodec = codec_class("scheduled_pair" if pairs else "scheduled")(spec)
         return scheduled
     cls = codec_class(name, also)
     known = {f.name: f for f in dataclasses.fields(cls) if f.init}
@@ -165,7 +166,7 @@ def codec(spec: "str | AnyCodec", *, also: Sequence[str] = ()) -> AnyCodec:
 
 def spec_of(codec_object: Any) -> str:
     """Canonical spec string of anything registered: every option, in the order of the fields; what ranks compare."""
-    if codec_object.name == "scheduled":
+    if codec_object.name in {"scheduled", "scheduled_pair"}:
         spec: str = codec_object.spec
         return spec
     inners, options = [], []

@@ -57,6 +57,8 @@ SPECS = [
     "error_feedback(top_k:k=0.1)",
     "momentum_correction(qsgd)",
     "top_k:k=0.25->0.1@50",
+    "rotated:ratio=2->4@50",
+    "naive:levels=4->2@50",
 ]
 
 
@@ -73,6 +75,7 @@ def test_every_codec_but_wrappers_is_checked():
         "error_feedback",
         "momentum_correction",
         "scheduled",
+        "scheduled_pair",
         "subspace",
     }
 

@@ -5,8 +5,9 @@ import torch
 
 import isgq
 from isgq.codecs import spec_of
-from isgq.codecs.schedule import Scheduled
+from isgq.codecs.schedule import Scheduled, ScheduledPair
 from isgq.core.errors import OptionError
+from isgq.core.payload import LowRank
 
 
 def test_geometric_between_fractions_and_constant_afterwards() -> None:
@@ -37,6 +38,36 @@ def test_inside_error_feedback() -> None:
     x = torch.ones(1000)
     counts = [int((codec.decode(codec.encode(x, isgq.Key("w", step=s))) != 0).sum()) for s in (0, 10)]
     assert counts == [500, 10]
+
+
+def test_codecs_of_pairs_follow_schedules_too() -> None:
+    generator = torch.Generator().manual_seed(0)
+    factors = isgq.Factors(torch.randn(16, 60, generator=generator), torch.randn(16, 40, generator=generator))
+    codec = isgq.codec("rotated:ratio=4->40@10")
+    assert isinstance(codec, ScheduledPair)
+    assert codec.together
+    sizes, errors = [], []
+    for step in (0, 5, 10, 1000):
+        key = isgq.Key("w", step=step)
+        prepared = [codec.prepare(factors, contract, key)]
+        for payload in (codec.encode_pair(factors, contract, key), *codec.encode_together(prepared, 0, pytest.fail)):
+            packed = isgq.wire.pack(payload)
+            decoded = codec.decode_pair(isgq.wire.unpack(packed))
+            assert isinstance(decoded, LowRank)
+        sizes.append(packed.numel())
+        errors.append(float((decoded.weight() - contract(factors.x, factors.d)).norm()))
+    assert sizes[0] > 2 * sizes[1] > 4 * sizes[2]
+    assert sizes[3] == pytest.approx(sizes[2], rel=0.2)
+    assert errors[0] < errors[1] < errors[2]
+
+
+def test_what_learns_cannot_be_scheduled() -> None:
+    with pytest.raises(OptionError, match="learns from step to step"):
+        isgq.codec("rotated:ratio=4->40@10,bases=learned")
+
+
+def contract(x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    return d.T @ x
 
 
 @pytest.mark.parametrize("spec", ["top_k:k=0.5->0.1", "top_k:k=0.5->@5", "top_k:k=a->b@5", "top_k:k=0.5->0.1@0"])
