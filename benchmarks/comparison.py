@@ -103,17 +103,17 @@ def compare(study: Study, seeds: Sequence[int], folder: Path, processes: int) ->
     tables = [_table(rows)]
     if study.links:
         tables.append(_times(rows, [Link.parse(link) for link in study.links]))
-    return Report(study.title, _summary(rows), tables, _figures(study, rows), [*study.notes, _protocol(study, seeds)])
+    return Report(study.title, [_protocol(study, seeds), *_summary(rows)], tables, _figures(study, rows), study.notes)
 
 
 def _protocol(study: Study, seeds: Sequence[int]) -> str:
     base = study.base
     rates = ", ".join(f"{rate:g}" for rate in study.rates)
     return (
-        f"{base.model} on {base.data}, {base.workers[0]} workers with {base.batch_of_each(base.workers[0])} samples "
-        f"each unless said otherwise, {base.epochs} x {base.epoch_steps} steps, SGD with momentum {base.momentum:g}, "
-        f"cosine to 0; workers simulated in one process, real messages. Rates {rates} for every method, dense "
-        f"included, chosen by the loss of seed {seeds[0]}; seeds {', '.join(map(str, seeds))} at that rate."
+        f"{base.model} on {base.data}, {base.workers[0]} simulated workers with "
+        f"{base.batch_of_each(base.workers[0])} samples each unless said otherwise, {base.epochs} x {base.epoch_steps} "
+        f"steps, SGD with momentum {base.momentum:g}, cosine to 0. Learning rates {rates} for every method, dense "
+        f"training included, chosen by the loss of seed {seeds[0]}; seeds {', '.join(map(str, seeds))} at that rate."
     )
 
 

@@ -227,7 +227,7 @@ _ERRORS = ("model", "codec", "bits", "gain", "nmse")
 _PREDICTION = ("layer", "size", "k", "forecast", "winner", "regret", "top-k", "random-k", "rTop-k")
 _PLANS = ("model", "rows", "plan", "dense", "sent", "received", "error")
 PARTS: Mapping[str, Part] = {
-    **{name: Part(partial(_compare, name), "methods", _COLUMNS) for name in STUDIES},
+    **{n: Part(partial(_compare, n), "methods", _COLUMNS[len(s.settings) == 1 :]) for n, s in STUDIES.items()},
     "prediction": Part(_prediction, "prediction", _PREDICTION),
     "isgq_errors": Part(_errors, "errors", _ERRORS),
     "plans": Part(_plans, "plans", _PLANS),
