@@ -41,7 +41,7 @@ SPECS = (
     "rotated",
     "rotated:mode=mmse,nmse=0.085",
 )
-"""What is measured by default: every registered codec at least once, but those of schedules, which only choose others, and
+"""What is measured by default: every registered codec at least once, but schedules, which only choose others, and
 ``subspace``, which all ranks make together."""
 
 NAMES: Mapping[str, str] = {

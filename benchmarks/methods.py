@@ -33,6 +33,7 @@ from isgq.choice import Choice, choose
 from isgq.codecs import split_spec
 from isgq.codecs.roles import MemoryPolicy
 from isgq.core.codec import learned_by
+from isgq.core.errors import OptionError
 from isgq.core.keys import Key
 from isgq.core.payload import Factors
 from isgq.core.registry import split_outside
@@ -252,7 +253,7 @@ def build(
     seed: int,
     routes: RoutePolicy = "auto",
 ) -> Method:
-    """The method that a spec names; OptionError where it is malformed, or a codec does not fit.
+    """The method that a spec names.
 
     Args:
         spec: see the module's docstring.
@@ -261,17 +262,24 @@ def build(
         workers: how many.
         seed: of all randomness.
         routes: see :class:`Coded`.
+
+    Raises:
+        OptionError: malformed, or a codec that does not fit.
     """
     first, _, dense = spec.partition(" + ")
     name, inner, options = split_spec(first)
     given = dict(option.partition("=")[::2] for option in options)
     if name == "powersgd":
+        if set(given) != {"rank"} or not given["rank"].isdecimal() or int(given["rank"]) < 1:
+            raise OptionError(f"method {first!r} must have the form powersgd:rank=R with R of 1 or more")
         return powersgd(int(given["rank"]), like, seed)
     if name == "subspace":
         return in_rounds([choose(first, None, "tensor", "gather", None, "both") for _ in range(workers)], like, seed)
     if name == "two_pass":
-        memory = cast(MemoryPolicy, given.get("memory", "both"))
-        up, down = split_outside(inner or "", ";")
+        memory, parts = cast(MemoryPolicy, given.get("memory", "both")), split_outside(inner or "", ";")
+        if len(parts) != 2 or set(given) - {"memory"}:
+            raise OptionError(f"method {first!r} must have the form two_pass(UP;DOWN) or two_pass(UP;DOWN):memory=M")
+        up, down = parts
         return in_rounds([choose(up, None, "tensor", "two_pass", down, memory) for _ in range(workers)], like, seed)
     return Coded(units, like, first, dense or None, workers, seed, routes)
 

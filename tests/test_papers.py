@@ -128,8 +128,19 @@ def test_the_document_has_the_markers_of_all_parts():
         assert reproduce.replaced(text, f"papers_{name}", "x")
 
 
-def test_mistakes_are_refused_with_a_message(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("no_such", "unknown codec 'no_such'"),
+        ("powersgd", "must have the form powersgd:rank=R"),
+        ("powersgd:rank=0", "must have the form powersgd:rank=R"),
+        ("two_pass(one_bit)", "must have the form two_pass"),
+        ("two_pass(one_bit;one_bit):memory=mine", "memory='mine' must be one of"),
+    ],
+)
+def test_mistakes_are_refused_with_a_message(method, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(papers, "OUT", tmp_path)
+    monkeypatch.setattr(papers, "STUDIES", {"isgq": replace(papers.STUDIES["isgq"], methods=())})
     with pytest.raises(SystemExit, match="2"):
-        papers.main(["--quick", "--only", "cifarnet", "--methods", "no_such"])
-    assert "unknown codec 'no_such'" in capsys.readouterr().err
+        papers.main(["--quick", "--only", "isgq", "--methods", method])
+    assert said in capsys.readouterr().err
