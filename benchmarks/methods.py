@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import isgq
 from benchmarks.simulated import exchanges, together
-from isgq.aggregate import Step, aggregation
+from isgq.aggregate import Step
 from isgq.choice import Choice, choose
 from isgq.codecs import split_spec
 from isgq.codecs.roles import MemoryPolicy
@@ -39,9 +39,11 @@ from isgq.core.payload import Factors
 from isgq.core.registry import split_outside
 from isgq.layers.capture import Unit
 from isgq.planner import RoutePolicy
-from isgq.records import Carrier, DirectCarrier, FactorCarrier, Record, Rows, Unfinished, finish, names_of, scatter
+from isgq.records import Carrier, DirectCarrier, FactorCarrier, Record, Unfinished, finish, names_of
 from isgq.rounds import Rounds
 from isgq.routing import direct_carriers
+from isgq.rows import Rows, place
+from isgq.two_pass import aggregation
 from isgq.windows import Window
 from isgq.wire import pack_message, unpack_message
 from isgq.wire.header import header_size
@@ -139,7 +141,7 @@ class Coded:
             received.append(unpack_message(message, digests=digests, template=self._template))
             size += message.numel() + header_size(len(share.gradients)) if records else 0
         for carrier, every in zip(self._carriers(0, shares[0]), zip(*received, strict=True), strict=True):
-            scatter(carrier.rows, carrier.mean([carrier.decode(record) for record in every], len(shares)), means)
+            place(carrier.rows, carrier.means([carrier.decode(record) for record in every], len(shares)), means)
         if (learned := learned_by(self._pair)) is not None:
             learned.commit()
         return means, sent + size / len(shares), moved + size
@@ -216,18 +218,18 @@ def in_rounds(choices: Sequence[Choice], like: Mapping[str, nn.Parameter], seed:
     """
     workers = len(choices)
     parameters = {name: tensor.detach() for name, tensor in like.items()}
-    places = exchanges(workers)
+    ends = exchanges(workers)
     ranks, carriers = [], []
-    for place, choice in zip(places, choices, strict=True):
+    for exchange, choice in zip(ends, choices, strict=True):
         assert choice.direct is not None
         inside = choice.subspace is not None
         ranks.append(
-            Rounds(place, choice) if inside else aggregation(choice.aggregate, place, choice.direct, choice.down)
+            Rounds(exchange, choice) if inside else aggregation(choice.aggregate, exchange, choice.direct, choice.down)
         )
         carriers.append(direct_carriers(choice.direct, parameters, "tensor", [0] * choice.shards(workers)))
 
     def mean(shares: Sequence[Share], step: int) -> Mean:
-        before = sum(place.sent + place.received for place in places), sum(place.sent for place in places)
+        before = sum(exchange.sent + exchange.received for exchange in ends), sum(exchange.sent for exchange in ends)
 
         def take_part(rank: int) -> dict[str, Tensor]:
             gradients = shares[rank].gradients
@@ -238,7 +240,7 @@ def in_rounds(choices: Sequence[Choice], like: Mapping[str, nn.Parameter], seed:
             return means
 
         means = together(take_part, workers)[0]
-        after = sum(place.sent + place.received for place in places), sum(place.sent for place in places)
+        after = sum(exchange.sent + exchange.received for exchange in ends), sum(exchange.sent for exchange in ends)
         moved, sent = ((b - a) / workers for a, b in zip(before, after, strict=True))
         return {name: means[name].view(p.shape) for name, p in parameters.items()}, sent, moved
 
