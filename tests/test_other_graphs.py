@@ -105,6 +105,12 @@ def first_weight_changed_before_backward(model: nn.Module) -> Any:
     return backward(model, value)
 
 
+@way
+def parametrised_late(model: nn.Module) -> Any:
+    nn.utils.parametrizations.weight_norm(model[2])  # type: ignore[index, no-untyped-call]
+    return backward(model, loss(model(X)))
+
+
 @pytest.mark.parametrize("use", WAYS.values(), ids=list(WAYS))
 def test_all_is_as_without_a_session(use: Way) -> None:
     def found(instrumented: bool) -> Any:

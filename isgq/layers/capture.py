@@ -194,7 +194,7 @@ class Capture:
         weight = unit.weight
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-            if module is not unit.module or module._parameters["weight"] is not weight:
+            if module is not unit.module or module._parameters.get("weight") is not weight:
                 return None  # a deep copy of the model has copies of the hooks
             if not (isinstance(output, Tensor) and output.requires_grad and weight.requires_grad):
                 return None  # no graph, or autograd will make no weight gradient
