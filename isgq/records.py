@@ -141,6 +141,7 @@ class FactorCarrier:
     def __post_init__(self) -> None:
         self.name, self.names = self.unit.name, names_of(self.unit)
         self.rows: Sequence[Rows] = [Rows.whole(name, self.windows[name].parameter.shape) for name in self.names]
+        self._weight = self.windows[self.name].parameter  # the module's, unless it has been parametrised since
         self._planner = self.codec if isinstance(self.codec, PlansTogether) else None
 
     def _flat(self, gradients: Mapping[str, Tensor]) -> Tensor:
@@ -233,7 +234,7 @@ class FactorCarrier:
         Raises:
             CodecError: the record does not fit the unit.
         """
-        weight, bias = self.unit.weight, self.unit.bias
+        weight = self._weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         if isinstance(record, PairPayload):
             factors = self.codec.decode_pair(record)
@@ -243,12 +244,12 @@ class FactorCarrier:
             return Factors(x, factors.d.to(weight.device, dtype))
         if record.codec != _PLAIN:
             raise CodecError(f"the plain gradient of {self.name!r} came as {record.codec!r}")
-        size = weight.numel() + (bias.numel() if bias is not None else 0)
+        size = sum(rows.numel for rows in self.rows)
         return record.require_tensor("values", size, record.dtype).to(weight.device, dtype)
 
     def _fitting(self, product: LowRank) -> LowRank:
         """The same in the dtype and on the device of the mean; CodecError if it is not of the weight's size."""  # noqa: DOC501
-        weight = self.unit.weight
+        weight = self._weight
         outputs, columns = weight.shape[0], weight[0].numel() + 1
         if (product.left.shape[1], product.right.shape[1]) != (outputs, columns):
             raise CodecError(
@@ -278,7 +279,7 @@ class FactorCarrier:
         if products := [part for part in parts if isinstance(part, LowRank)]:
             left, right = (_joined([getattr(p, side) for p in products]) for side in ("left", "right"))
             sums.append(LowRank(left / world_size, right))
-        fits = [(each.d if isinstance(each, Factors) else each.left).dtype for each in sums] == [self.unit.weight.dtype]
+        fits = [(each.d if isinstance(each, Factors) else each.left).dtype for each in sums] == [self._weight.dtype]
         memory = self.windows[self.name].memory() if fits else None
         gradients = [self.unit.gradients(each, memory) for each in sums]
         gradients += [split(self.rows, part / world_size) for part in parts if isinstance(part, Tensor)]

@@ -204,7 +204,9 @@ class Window:
         self._place = self._place or Place()
         last = self._place.free()
         fits = last is not None and last.shape == self.parameter.shape and last.dtype == self.parameter.dtype
-        return last if fits and last is not None and last.is_contiguous() else None
+        if not fits or last is None or last.untyped_storage().is_shared():  # with another process, that is
+            return None
+        return last if last.is_contiguous() else None
 
     def reset(self) -> None:
         """Start anew, with all in ``p.grad`` that belongs there."""

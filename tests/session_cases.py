@@ -433,7 +433,7 @@ USES = {
     "late hook on the weight": late(halved_weight),
     "sum": Case(mlp, lambda net, turn: net(turn.batch(6)).sum().backward()),
     "retain_graph": Case(mlp, retained, oracle="average"),
-    "hook on the output": Case(hooked, fed(6), dense=["0.weight"]),
+    "hook on the output": Case(hooked, fed(6)),
     "hook on the weight": Case(masked, fed(6), dense=["0.weight"]),
     "functional": Case(shared_with_functional, fed(6), dense=["a.weight"]),
     "exception in backward": Case(mlp, broken_then_whole, oracle="average"),

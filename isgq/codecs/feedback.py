@@ -186,7 +186,8 @@ class MomentumCorrection(Remembering):
         v = self.memory.read(f"{key.name}/v", x) + u
         payload = codec.encode(v.to(x.dtype), key)
         sent = codec.decode(payload).to(torch.float32)
-        self.memory.write(f"{key.name}/u", u.masked_fill(sent != 0, 0) if self.masking else u)
+        masks = self.masking and codec is self.codec  # where another sends everything, no momentum grows stale
+        self.memory.write(f"{key.name}/u", u.masked_fill(sent != 0, 0) if masks else u)
         self.memory.write(f"{key.name}/v", v - sent)
         return payload
 

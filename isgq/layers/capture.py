@@ -2,7 +2,9 @@
 
 A forward hook (with keyword arguments) puts a tensor hook on the module's *output*, whose closure holds x. Unlike
 ``register_full_backward_hook`` this works with in-place activations behind the layer, pairs x and d rightly when a
-module is called several times, and fires once under both kinds of activation checkpointing.
+module is called several times, and fires once under both kinds of activation checkpointing. It comes before the
+module's other forward hooks, so that output and d are those of the layer, whatever they do. A call with other tensors
+in the place of the parameters (``torch.func.functional_call``) is none of the layer's.
 """
 
 from collections.abc import Callable, Collection
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.utils.hooks import RemovableHandle
@@ -176,7 +179,8 @@ class Capture:
         self._sink: Callable[[Unit, Factors], None] | None = sink
         self._on_forward, self._replace = on_forward, replace
         self._handles: list[RemovableHandle] = [
-            unit.module.register_forward_hook(self._forward_hook(unit), with_kwargs=True) for unit in units
+            unit.module.register_forward_hook(self._forward_hook(unit), prepend=True, with_kwargs=True)
+            for unit in units
         ]
 
     def close(self) -> None:
@@ -187,28 +191,37 @@ class Capture:
         self._handles.clear()
 
     def _forward_hook(self, unit: Unit) -> Callable[..., Tensor | None]:
+        weight = unit.weight
+
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-            if module is not unit.module:
+            if module is not unit.module or module._parameters.get("weight") is not weight:
                 return None  # a deep copy of the model has copies of the hooks
-            if not (isinstance(output, Tensor) and output.requires_grad and unit.weight.requires_grad):
+            if not (isinstance(output, Tensor) and output.requires_grad and weight.requires_grad):
                 return None  # no graph, or autograd will make no weight gradient
             self._on_forward()
             x = args[0] if args else kwargs.get("input")
             if not isinstance(x, Tensor):
                 return None  # the gradient will be found without a pair, and goes the dense way
-            replaced = self._replace(unit, x, output)
+            # What has seen the output already, with a hook of its own perhaps, would miss another history's gradient.
+            first = next(iter(module._forward_hooks.values())) is hook and not nn_module._global_forward_hooks
+            replaced = self._replace(unit, x, output) if first else None
             if replaced is not None:
                 return replaced
             x = x.detach()
 
             def catch(d: Tensor) -> None:
-                if self._sink is not None:
+                if self._sink is not None and not is_batch_of_gradients(d):
                     self._sink(unit, canonical_pair(unit, x, d))
 
             output.register_hook(catch)  # type: ignore[no-untyped-call]
             return None
 
         return hook
+
+
+def is_batch_of_gradients(d: Tensor) -> bool:
+    """Whether it is that of ``autograd.grad(is_grads_batched=True)``, which adds to no ``.grad``."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(d)
 
 
 def canonical_pair(unit: Unit, x: Tensor, d: Tensor) -> Factors:

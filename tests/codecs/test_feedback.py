@@ -82,12 +82,15 @@ def test_a_refused_step_is_taken_back(spec: str) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_momentum_correction_is_momentum_when_everything_is_sent() -> None:
-    codec = isgq.codec("momentum_correction(exact):masking=false")
+@pytest.mark.parametrize("spec", ["momentum_correction(exact):masking=false", "momentum_correction(top_k:k=0.1)"])
+def test_momentum_correction_is_momentum_when_everything_is_sent(spec: str) -> None:
+    codec = isgq.codec(spec)
+    assert isinstance(codec, MomentumCorrection)
     velocity = torch.zeros(20, 30)
     for step in range(4):
         velocity = 0.9 * velocity + gradient(step)
-        torch.testing.assert_close(codec.decode(codec.encode(gradient(step), isgq.Key("w", step=step))), velocity)
+        payload = codec.encode_by(isgq.codec("exact"), gradient(step), isgq.Key("w", step=step))
+        torch.testing.assert_close(isgq.codec("exact").decode(payload), velocity)
 
 
 def test_masking_stops_the_momentum_of_sent_coordinates() -> None:
