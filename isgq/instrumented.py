@@ -1,7 +1,7 @@
 """Which modules have a session now, so that none gets two."""
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from torch import nn
 
@@ -72,13 +72,38 @@ def check_frozen(frozen: Collection[nn.Parameter]) -> None:
         )
 
 
-def occupy(model: nn.Module) -> "weakref.WeakSet[nn.Module]":
-    """Note all modules of a model, and return them for :func:`release`."""
-    modules = weakref.WeakSet(model.modules())
-    _INSTRUMENTED.update(modules)
-    return modules
+class Occupation:
+    """Notes all modules of a model until it is released, and refuses to let their parameters be replaced.
+
+    A state that is loaded with ``assign=True`` brings other parameters, which the session would not synchronise.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = weakref.WeakSet(model.modules())
+        self._hooks = [
+            module.register_load_state_dict_post_hook(_keeps(module))  # type: ignore[no-untyped-call]
+            for module in self._modules
+        ]
+        _INSTRUMENTED.update(self._modules)
+
+    def release(self) -> None:
+        """The session is closed."""
+        _INSTRUMENTED.difference_update(self._modules)
+        for hook in self._hooks:
+            hook.remove()
 
 
-def release(modules: "weakref.WeakSet[nn.Module]") -> None:
-    """The session is closed."""
-    _INSTRUMENTED.difference_update(modules)
+def _keeps(module: nn.Module) -> Callable[[nn.Module, object], None]:
+    """What has to hold of a module after a state was loaded."""
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    owner = weakref.ref(module)  # a copy of the module has a copy of the hook
+
+    def check(module: nn.Module, _: object) -> None:
+        replaced = [name for name, p in own.items() if module._parameters.get(name, p) is not p]
+        if replaced and module is owner():
+            raise InstrumentError(
+                f"load_state_dict(assign=True) has replaced {', '.join(replaced)} of {type(module).__name__} after "
+                "instrument(), so their gradients would not be synchronised: load without assign=True, or before"
+            )
+
+    return check

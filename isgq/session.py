@@ -27,7 +27,7 @@ from isgq.choice import Choice, check_option
 from isgq.core.errors import InstrumentError, MismatchError, OptionError, PeerNonFiniteError
 from isgq.core.payload import Factors
 from isgq.exchange import Channel, Exchange, Loopback, TorchExchange
-from isgq.instrumented import check_free, occupy, release
+from isgq.instrumented import Occupation, check_free
 from isgq.layers.capture import Capture, Unit, find_units
 from isgq.planner import Line, Plan, RoutePolicy, report_plan
 from isgq.records import Carrier, DirectCarrier, FactorCarrier
@@ -100,7 +100,7 @@ class Session:
         self._skips = skip_weight_grad and sync == "backward"
         self._sparing = Sparing(self._windows, self._caught, lambda: not self._local_only and not self._outdated)
         self._capture = Capture(self._units, self._caught, self._backward.forward_begins, self._sparing)
-        self._modules = occupy(model)
+        self._occupied = Occupation(model)
 
     def _make_aggregate(self) -> Gather:
         choice = self._choice
@@ -385,7 +385,7 @@ class Session:
             self._aggregate.leave(self._step(), failed)
         self._capture.close()
         self._backward.close()
-        release(self._modules)
+        self._occupied.release()
 
     def __enter__(self) -> Self:
         return self

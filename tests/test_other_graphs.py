@@ -1,5 +1,6 @@
 """What else than a backward pass users do with an instrumented model: all of it as without a session."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -176,3 +177,14 @@ def test_a_gradient_in_shared_memory_is_not_written_again() -> None:
         model.zero_grad()
         loss(model(2 * X)).backward()
         assert weight.grad.data_ptr() != address
+
+
+def test_parameters_that_are_replaced_by_loading_are_refused() -> None:
+    """They would train without the session, and nobody would notice."""
+    model, other = mlp(), mlp()
+    with isgq.instrument(model, "exact"):
+        model.load_state_dict(other.state_dict())
+        copy.deepcopy(model).load_state_dict(other.state_dict())
+        with pytest.raises(isgq.IsgqError, match=r"assign=True\) has replaced weight, bias of Linear"):
+            model.load_state_dict(other.state_dict(), assign=True)
+    model.load_state_dict(other.state_dict(), assign=True)
