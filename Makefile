@@ -28,7 +28,7 @@ demo: setup
 	$(BIN)/python train.py --workers 1 2 4 --codecs dense isgq --out runs/demo
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .
