@@ -5,6 +5,7 @@ gradient units, so that a changing learning rate needs no correction. A step tha
 :meth:`rollback`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -73,7 +74,7 @@ class Memory:
         self.previous.clear()
 
 
-class Remembering:
+class Remembering(ABC):
     """What the stateful codecs share: decoding and state handling."""
 
     codec: Codec
@@ -92,9 +93,9 @@ class Remembering:
         """
         return self.encode_by(self.codec, x, key)
 
+    @abstractmethod
     def encode_by(self, codec: Codec, x: Tensor, key: Key) -> Payload:
         """The same with another inner codec, which then also decodes it."""
-        raise NotImplementedError
 
     def decode(self, payload: Payload) -> Tensor:
         """As the inner codec."""

@@ -22,10 +22,9 @@ _STEP = "step"
 _LATE = 1 << 40  # after the end of every schedule
 
 
-@register_codec("scheduled")
 @dataclass(frozen=True)
-class Scheduled:
-    """A direct codec whose options follow a schedule; ``isgq.codec`` makes it of any spec with ``->`` in an option.
+class _Schedule:
+    """What both kinds share.
 
     Attributes:
         spec: the codec's spec with at least one scheduled option.
@@ -34,15 +33,21 @@ class Scheduled:
     spec: str
     name: ClassVar[str]
 
+    @property
+    def unbiased(self) -> bool:
+        """Whether the codec is, at the start and at the end."""
+        return _at(self.spec, 0).unbiased and _at(self.spec, _LATE).unbiased
+
+
+@register_codec("scheduled")
+@dataclass(frozen=True)
+class Scheduled(_Schedule):
+    """A direct codec whose options follow a schedule; ``isgq.codec`` makes it of any spec with ``->`` in an option."""
+
     def __post_init__(self) -> None:
         for step in (0, _LATE):
             if not isinstance(self.at(step), Codec):
                 raise OptionError(f"only codecs of one tensor can be scheduled so, {self.spec!r} is none")
-
-    @property
-    def unbiased(self) -> bool:
-        """Whether the codec is, at the start and at the end."""
-        return self.at(0).unbiased and self.at(_LATE).unbiased
 
     def at(self, step: int) -> Codec:
         """The codec of a step."""
@@ -72,15 +77,8 @@ class _Begun:
 
 @register_codec("scheduled_pair")
 @dataclass(frozen=True)
-class ScheduledPair:
-    """The same for a codec of pairs, which learns nothing; the step goes with d.
-
-    Attributes:
-        spec: the codec's spec with at least one scheduled option.
-    """
-
-    spec: str
-    name: ClassVar[str]
+class ScheduledPair(_Schedule):
+    """The same for a codec of pairs, which learns nothing; the step goes with d."""
 
     def __post_init__(self) -> None:
         for step in (0, _LATE):
@@ -88,11 +86,6 @@ class ScheduledPair:
                 raise OptionError(f"only codecs of pairs can be scheduled so, {self.spec!r} is none")
             if learned_by(self.at(step)) is not None:
                 raise OptionError(f"{self.spec!r} learns from step to step, which a schedule would break off")
-
-    @property
-    def unbiased(self) -> bool:
-        """Whether the codec is, at the start and at the end."""
-        return self.at(0).unbiased and self.at(_LATE).unbiased
 
     def at(self, step: int) -> PairCodec:
         """The codec of a step."""
