@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import isgq
 from benchmarks.simulated import exchanges, together
 from isgq.aggregate import Step
+from isgq.aggregation import aggregation
 from isgq.choice import Choice, choose
 from isgq.codecs import split_spec
 from isgq.codecs.roles import MemoryPolicy
@@ -40,10 +41,8 @@ from isgq.core.registry import split_outside
 from isgq.layers.capture import Unit
 from isgq.planner import RoutePolicy
 from isgq.records import Carrier, DirectCarrier, FactorCarrier, Record, Unfinished, finish, names_of
-from isgq.rounds import Rounds
 from isgq.routing import direct_carriers
 from isgq.rows import Rows, place
-from isgq.two_pass import aggregation
 from isgq.windows import Window
 from isgq.wire import pack_message, unpack_message
 from isgq.wire.header import header_size
@@ -222,10 +221,7 @@ def in_rounds(choices: Sequence[Choice], like: Mapping[str, nn.Parameter], seed:
     ranks, carriers = [], []
     for exchange, choice in zip(ends, choices, strict=True):
         assert choice.direct is not None
-        inside = choice.subspace is not None
-        ranks.append(
-            Rounds(exchange, choice) if inside else aggregation(choice.aggregate, exchange, choice.direct, choice.down)
-        )
+        ranks.append(aggregation(choice, exchange))
         carriers.append(direct_carriers(choice.direct, parameters, "tensor", [0] * choice.shards(workers)))
 
     def mean(shares: Sequence[Share], step: int) -> Mean:

@@ -25,10 +25,9 @@ from isgq.codecs.feedback import memory_of
 from isgq.core.codec import Codec, PairCodec, Stateful, learned_by
 from isgq.core.errors import NonFiniteError
 from isgq.core.keys import Key
-from isgq.core.payload import Factors, LowRank
 from isgq.correspondence import Correspondence
 from isgq.exchange import Exchange
-from isgq.records import Carrier, Record, Unfinished, finish, ledger_name
+from isgq.records import Carrier, Decoded, Record, Unfinished, finish, ledger_name
 from isgq.rows import place
 from isgq.wire.format import FRAME_BYTES
 from isgq.wire.header import (
@@ -58,6 +57,7 @@ class Step:
         gradients: this rank's, whole, by parameter name.
         say: takes what the user should know.
         new_plan: whether this rank asks for a new plan.
+        planned: whether these carriers were made before the step, so that all ranks could send some ahead.
     """
 
     number: int
@@ -69,6 +69,7 @@ class Step:
     gradients: Mapping[str, Tensor]
     say: Callable[[str], None] = lambda _: None
     new_plan: bool = False
+    planned: bool = False
 
     @functools.cached_property
     def index(self) -> Mapping[str, int]:
@@ -136,6 +137,7 @@ class Gather:
         self.servers, self.rank, self.sizes = 1, exchange.rank, Counter[str]()
         self.up: Sequence[int] = ()
         self.down: Sequence[int] = ()
+        self._about = ""  # the parameter that is being encoded
         self._memories: dict[str, Stateful] = {}
         self._correspondence = Correspondence()
         self._exchange = exchange
@@ -148,27 +150,35 @@ class Gather:
 
     def encode(self, step: Step) -> Outgoing:
         """This rank's records of all carriers that have a gradient; never raises, the other ranks must hear of it."""
-        records: list[tuple[Carrier, Record | Unfinished]] = []
-        self.sizes, name = Counter(), ""
+        self.sizes, self._about = Counter(), ""
         try:
-            for carrier in step.carriers:
-                name = carrier.names[0]
-                if step.sends(carrier, step.used):
-                    key = step.key(carrier.name, self._exchange.rank)
-                    records.append((carrier, carrier.encode(step.gradients, key)))
-            overhead = header_size(len(step.names)) + FRAME_BYTES * self.servers
-            done = finish([record for _, record in records], overhead, step.say)
-            ready = [(carrier, record) for (carrier, _), record in zip(records, done, strict=True)]
-            outgoing = self._pack(step, ready)
-            if self.observer is not None:
-                self.observer(self, step, ready)
-                if "common" in self._memories:  # what it has decoded, no other rank has heard
-                    self._memories["common"].rollback()
-            return outgoing
+            return self._encode(step)
         except NonFiniteError as error:
-            return Outgoing(status=Status.NON_FINITE, parameter=step.position(name), error=error)
+            return Outgoing(status=Status.NON_FINITE, parameter=step.position(self._about), error=error)
         except Exception as error:
-            return Outgoing(status=Status.FAILED, parameter=step.position(name), error=error)
+            return Outgoing(status=Status.FAILED, parameter=step.position(self._about), error=error)
+
+    def _encode(self, step: Step) -> Outgoing:
+        records: list[tuple[Carrier, Record | Unfinished]] = []
+        for carrier in step.carriers:
+            if step.sends(carrier, step.used):
+                records.append((carrier, self._record(step, carrier)))
+        overhead = header_size(len(step.names)) + FRAME_BYTES * self.servers
+        done = finish([record for _, record in records], overhead, step.say)
+        ready = [(carrier, record) for (carrier, _), record in zip(records, done, strict=True)]
+        outgoing = self._pack(step, ready)
+        self._show(step, ready)
+        return outgoing
+
+    def _record(self, step: Step, carrier: Carrier) -> Record | Unfinished:
+        self._about = carrier.names[0]
+        return carrier.encode(step.gradients, step.key(carrier.name, self._exchange.rank))
+
+    def _show(self, step: Step, records: Sequence[tuple[Carrier, Record]]) -> None:
+        if self.observer is not None:
+            self.observer(self, step, records)
+            if "common" in self._memories:  # what it has decoded, no other rank has heard
+                self._memories["common"].rollback()
 
     def _pack(self, step: Step, records: Sequence[tuple[Carrier, Record]]) -> Outgoing:
         return Outgoing([self._message(step, records, copies=1)])
@@ -233,11 +243,15 @@ class Gather:
         self, step: Step, carriers: Sequence[Carrier], headers: Sequence[Header], messages: Sequence[Tensor]
     ) -> dict[str, Tensor]:
         """Decode every rank's message about the carriers and average."""
-        decoded: dict[str, list[Factors | LowRank | Tensor]] = {}
+        decoded: dict[str, list[Decoded]] = {}
         for rank, (message, header) in enumerate(zip(messages, headers, strict=True)):
             sent = [carrier for carrier in carriers if step.sends(carrier, header.used)]
             for carrier, record in zip(sent, self._read(step, sent, message, rank), strict=True):
                 decoded.setdefault(carrier.name, []).append(carrier.decode(record))
+        return self._means(carriers, decoded)
+
+    def _means(self, carriers: Sequence[Carrier], decoded: Mapping[str, Sequence[Decoded]]) -> dict[str, Tensor]:
+        """From every rank's part, in rank order, by carrier."""
         means: dict[str, Tensor] = {}
         for carrier in carriers:
             if carrier.name in decoded:
@@ -258,6 +272,9 @@ class Gather:
         self._correspondence.rollback()
         for memory in self._memories.values():
             memory.rollback()
+
+    def close(self) -> None:
+        """There will be no further step."""
 
     def save_memories(self) -> dict[str, dict[str, Tensor]]:
         """This rank's memories, of codecs on the way up and down, by carrier."""

@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from isgq.aggregate import Step
+from isgq.aggregation import aggregation
 from isgq.choice import Choice
 from isgq.exchange import Exchange
 from isgq.records import Carrier
 from isgq.resume import pick
 from isgq.routing import direct_carriers
-from isgq.two_pass import aggregation
 
 
 class Averager:
@@ -32,7 +32,7 @@ class Averager:
     def __init__(self, choice: Choice, seed: int, exchange: Exchange, like: Mapping[str, Tensor]) -> None:
         self.exchange = exchange
         self._choice, self._seed = choice, seed
-        self._aggregate = aggregation(choice.aggregate, exchange, choice.direct, choice.down)
+        self._aggregate = aggregation(choice, exchange)
         self._carriers: dict[str, list[Carrier]] = {}
         self._cut(like)
 

@@ -33,13 +33,20 @@ class BackwardWatch:
         model: the model.
         windows: of its trainable parameters; their hooks are placed here.
         on_end: called when a backward pass has added a gradient to one of them and ends.
+        on_arrival: called each time autograd has added a gradient to one of them.
     """
 
-    def __init__(self, model: nn.Module, windows: Collection[Window], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        windows: Collection[Window],
+        on_end: Callable[[], None],
+        on_arrival: Callable[[Window], None] = lambda _: None,
+    ) -> None:
         self._windows, self._on_end = windows, on_end
         self._running: weakref.ref[_Pass] | None = None
         self._sizes: list[int] = []  # of what the running pass went through; 0 for an empty batch
-        self._handles: list[RemovableHandle] = [handle for w in windows for handle in w.watch(self.begins)]
+        self._handles: list[RemovableHandle] = [handle for w in windows for handle in w.watch(self.begins, on_arrival)]
         self._handles.append(model.register_forward_hook(self._output_hook(model), with_kwargs=True))
 
     @property

@@ -27,7 +27,7 @@ class Correspondence:
     def __init__(self) -> None:
         self._known: dict[_Address, Form] = {}
         self._learned: dict[_Address, Form] = {}
-        self._latest = Template()
+        self._templates: dict[tuple[str, ...], Template] = {}  # the latest for these carriers
 
     def write(
         self, carriers: Sequence[Carrier], records: Sequence[Record], keys: Sequence[Key]
@@ -76,12 +76,14 @@ class Correspondence:
         """Start anew, as all ranks do: the next messages describe themselves."""
         self._known.clear()
         self._learned.clear()
+        self._templates.clear()
 
     def _template(self, carriers: Sequence[Carrier], keys: Sequence[Key]) -> Template:
-        forms = tuple(map(self._known.get, _addresses(carriers, keys)))
-        if forms != self._latest.forms:  # they hardly ever change
-            self._latest = Template.of_forms(forms)
-        return self._latest
+        names, forms = tuple(c.name for c in carriers), tuple(map(self._known.get, _addresses(carriers, keys)))
+        template = self._templates.get(names)
+        if template is None or template.forms != forms:  # they hardly ever change
+            template = self._templates[names] = Template.of_forms(forms)
+        return template
 
     def _learn(self, carriers: Sequence[Carrier], keys: Sequence[Key], records: Sequence[Record]) -> None:
         self._learned.update(zip(_addresses(carriers, keys), map(form_of, records), strict=True))

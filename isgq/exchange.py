@@ -75,6 +75,10 @@ class Exchange(Protocol):
         """Channels between rank 0 and each other rank: all of them on rank 0, the one to rank 0 elsewhere."""
         ...
 
+    def beside(self) -> "Exchange":
+        """Another exchange of the same ranks, with its own counts, which another thread may use at the same time."""
+        ...
+
     def all_reduce_mean(self, x: Tensor) -> Pending[Tensor]:
         """Mean over ranks of equal-shaped tensors; may overwrite x."""
         ...
@@ -109,6 +113,10 @@ class Loopback:
             "asynchronous training takes a server and at least one worker: start 2 processes or more with "
             "torch.distributed"
         )
+
+    def beside(self) -> "Loopback":
+        """See :class:`Exchange`."""
+        return Loopback()
 
     def all_reduce_mean(self, x: Tensor) -> Pending[Tensor]:
         """The tensor itself."""
@@ -195,6 +203,11 @@ class TorchExchange:
         if self.rank:
             return {0: Channel(self, groups[self.rank], members[0], 0)}
         return {rank: Channel(self, group, members[rank], rank) for rank, group in groups.items()}
+
+    def beside(self) -> "TorchExchange":
+        """See :class:`Exchange`; a process group of its own."""
+        ranks, backend = dist.get_process_group_ranks(self._group), dist.get_backend(self._group)
+        return TorchExchange(dist.new_group(ranks, _timeout(self._group), backend, use_local_synchronization=True))
 
     def all_reduce_mean(self, x: Tensor) -> Pending[Tensor]:
         """See :class:`Exchange`; divides before adding, so that half precision does not overflow."""

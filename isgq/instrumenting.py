@@ -9,6 +9,7 @@ from torch import nn
 from isgq.aggregate import AggregateName
 from isgq.choice import Scope, choose, predicate
 from isgq.codecs.roles import MemoryPolicy
+from isgq.core.errors import OptionError
 from isgq.core.registry import AnyCodec
 from isgq.exchange import Exchange
 from isgq.planner import RoutePolicy
@@ -34,6 +35,7 @@ def instrument(
     scaler: torch.amp.GradScaler | None = None,
     check_replicas: int = 0,
     skip_weight_grad: bool = True,
+    bucket_cap_mb: float | None = None,
     log: Callable[[str], None] | None = None,
 ) -> Session:
     """Synchronise the model's gradients over all ranks with quantized factors. A collective call.
@@ -66,6 +68,10 @@ def instrument(
         skip_weight_grad: do not let autograd make the gradient of a weight that travels as factors, where the mean
             replaces it at once: less work, and the same ``.grad`` after backward. False makes it all the same; see
             :mod:`isgq.sparing`. Concerns ``sync="backward"`` alone.
+        bucket_cap_mb: encode, send and decode while backward goes on: records of so many MiB of float32 gradients go
+            together as soon as these are there, see :mod:`isgq.overlap`. The same gradients; a few more bytes; worth it
+            where the link takes about as long as the backward pass. None: all goes when backward ends. With
+            ``aggregate="gather"`` and ``sync="backward"``.
         log: where the one report of parameters without factors goes; by default ``warnings.warn`` for those that a
             user would not expect.
 
@@ -76,5 +82,25 @@ def instrument(
         ExchangeError: a rank is missing.
     """
     choice = choose(codec, dense, scope, aggregate, down, memory, max_staleness)
+    if bucket_cap_mb is not None:
+        _check_overlap(bucket_cap_mb, choice.aggregate, sync)
     scale, skips = LossScale(scaler), skip_weight_grad
-    return Session(model, choice, exchange, predicate(skip), routes, sync, seed, scale, check_replicas, skips, log)
+    return Session(
+        *(model, choice, exchange, predicate(skip), routes, sync, seed, scale),
+        *(check_replicas, skips, bucket_cap_mb, log),
+    )
+
+
+def _check_overlap(cap_mb: float, aggregate: AggregateName, sync: str) -> None:
+    """Refuse what cannot overlap.
+
+    Raises:
+        OptionError: always then.
+    """
+    if not 0 < cap_mb < float("inf"):
+        raise OptionError(f"bucket_cap_mb={cap_mb} must be a positive number of MiB, or None to send nothing ahead")
+    if aggregate != "gather" or sync != "backward":
+        raise OptionError(
+            f"bucket_cap_mb={cap_mb} sends ahead during backward, in one pass: it takes aggregate='gather' and "
+            f"sync='backward', got {aggregate!r} and {sync!r}"
+        )

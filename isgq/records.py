@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isgq.codecs.exact import Exact
 from isgq.codecs.feedback import memory_of
-from isgq.core.codec import Codec, PairCodec, PlansTogether, pair_digests
+from isgq.core.codec import Codec, PairCodec, PlansTogether, learned_by, pair_digests
 from isgq.core.errors import CodecError, NonFiniteError
 from isgq.core.extremes import check_finite
 from isgq.core.keys import Key, uniform
@@ -28,6 +28,7 @@ from isgq.rows import Rows, split
 from isgq.windows import Window
 
 Record = Payload | PairPayload
+Decoded = Factors | LowRank | Tensor
 _EXACT = Exact()
 _PLAIN = _EXACT.name  # of a record that holds a plain gradient
 # How far the captured pairs' product may be from autograd's gradient before they are not trusted: relative to its norm
@@ -93,6 +94,11 @@ class Carrier(Protocol):
     server: int
     distrusted: str
 
+    @property
+    def alone(self) -> bool:
+        """Whether its record depends on no other's, so that it may be made and sent before the others."""
+        ...
+
     def encode(self, gradients: Mapping[str, Tensor], key: Key) -> Record | Unfinished:
         """This rank's record; NonFiniteError on NaN or Inf in what would travel.
 
@@ -102,7 +108,7 @@ class Carrier(Protocol):
         """
         ...
 
-    def decode(self, record: Record) -> Factors | LowRank | Tensor:
+    def decode(self, record: Record) -> Decoded:
         """One rank's record; CodecError where it does not fit."""
         ...
 
@@ -110,7 +116,7 @@ class Carrier(Protocol):
         """Digests of a record encoded with this key, unless it says otherwise."""
         ...
 
-    def means(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> list[Tensor]:
+    def means(self, parts: Sequence[Decoded], world_size: int) -> list[Tensor]:
         """Of all ranks' decoded records (in rank order; absent ranks count as zero), for each of ``rows``, flat.
 
         Tensors that nobody else holds, though they may be views of one.
@@ -144,6 +150,11 @@ class FactorCarrier:
         self._weight = self.windows[self.name].parameter  # the module's, unless it has been parametrised since
         self._planner = self.codec if isinstance(self.codec, PlansTogether) else None
 
+    @property
+    def alone(self) -> bool:
+        """See :class:`Carrier`; what all ranks learn they learn in the order of the carriers."""
+        return learned_by(self.codec) is None and not (self._planner and self._planner.together)
+
     def _flat(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """This rank's gradient as autograd made it: weight and riding bias as one flat vector."""
         return torch.cat([gradients[name].reshape(-1) for name in self.names])
@@ -172,10 +183,10 @@ class FactorCarrier:
         windows = [self.windows[name] for name in self.names]
         if any(w.edited or w.arrivals != windows[0].arrivals for w in windows):
             return "its gradient was changed, or broke off, between two backward passes of one step"
-        if not windows[0].pairs:
+        if not windows[0].captured:
             return NO_PAIR
         try:
-            factors = windows[0].unscaled(merge(windows[0].pairs))
+            factors = windows[0].unscaled(merge(windows[0].captured))
         except CodecError as error:
             return str(error)
         if windows[0].owed:
@@ -211,7 +222,7 @@ class FactorCarrier:
 
         Terms that cancel are rounded all the same; and a small penalty on the weight is too much.
         """
-        dtype = self.windows[self.name].pairs[0].d.dtype  # of autograd's product; these factors may be unscaled
+        dtype = self.windows[self.name].captured[0].d.dtype  # of autograd's product; these factors may be unscaled
         if dtype in {torch.float16, torch.bfloat16}:
             return _HALF * size
         x = factors.x if factors.x.is_floating_point() else torch.ones_like(factors.x, dtype=factors.d.dtype)
@@ -228,7 +239,7 @@ class FactorCarrier:
             apart.append(made.view(mine.shape).sub_(mine) if fits else made.view(mine.shape) - mine)
         return _norm(apart), _norm(given)
 
-    def decode(self, record: Record) -> Factors | LowRank | Tensor:
+    def decode(self, record: Record) -> Decoded:
         """Factors, or the plain gradient as one flat vector; at least float32, on the weight's device.
 
         Raises:
@@ -263,7 +274,7 @@ class FactorCarrier:
         """See :class:`Carrier`."""
         return pair_digests(self.codec, key)
 
-    def means(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> list[Tensor]:
+    def means(self, parts: Sequence[Decoded], world_size: int) -> list[Tensor]:
         """One contraction for all pairs of one size, one for all sums of outer products, and what came plainly.
 
         One factor is divided by the number of ranks, which takes less than to divide the gradient.
@@ -328,6 +339,11 @@ class DirectCarrier:
         self.names: Sequence[str] = list(dict.fromkeys([*(rows.name for rows in self.rows), *self.riding]))
 
     @property
+    def alone(self) -> bool:
+        """See :class:`Carrier`."""
+        return True
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of what the codec sees."""
         first = self.rows[0]
@@ -360,7 +376,7 @@ class DirectCarrier:
         """See :class:`Carrier`."""
         return key.digest
 
-    def means(self, parts: Sequence[Factors | LowRank | Tensor], world_size: int) -> list[Tensor]:
+    def means(self, parts: Sequence[Decoded], world_size: int) -> list[Tensor]:
         """See :class:`Carrier`."""
         return split(self.rows, _sum([part for part in parts if isinstance(part, Tensor)]) / world_size)
 

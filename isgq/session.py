@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from isgq.aggregate import Gather, Observer, Outgoing, Step, once
+from isgq.aggregate import Observer, Outgoing, Step, once
+from isgq.aggregation import aggregation
 from isgq.agreement import check_introductions, check_replicas, introduce, plan_digest, replica_digests
 from isgq.asynchronous import SERVER, Server, Service, Worker, check_bound
 from isgq.auto import Sizes
@@ -29,16 +30,16 @@ from isgq.core.payload import Factors
 from isgq.exchange import Channel, Exchange, Loopback, TorchExchange
 from isgq.instrumented import Occupation, check_free
 from isgq.layers.capture import Capture, Unit, find_units
+from isgq.overlap import Overlapped
 from isgq.planner import Line, Plan, RoutePolicy, report_plan
 from isgq.records import Carrier, DirectCarrier, FactorCarrier
 from isgq.refusals import refusal
 from isgq.resume import ResizePolicy, pick, resized
-from isgq.rounds import Rounds
 from isgq.routing import make_carriers, plan_together
 from isgq.scaling import LossScale
 from isgq.sparing import Sparing
 from isgq.traffic import Traffic
-from isgq.two_pass import aggregation, replies_of
+from isgq.two_pass import replies_of
 from isgq.windows import Contributions, Window, captured_size, flat_gradients
 from isgq.wire.header import NEW_PLAN, Header, Status
 
@@ -64,6 +65,7 @@ class Session:
         scale: LossScale,
         check_replicas: int,
         skip_weight_grad: bool,
+        bucket_cap_mb: float | None,
         log: Callable[[str], None] | None,
     ) -> None:
         check_free(model)
@@ -88,29 +90,19 @@ class Session:
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._units, self._reasons = ([], {}) if self._policy == "dense" else find_units(model, skip)
         self._windows = {name: Window(name, p) for name, p in self._parameters.items()}
-        self._agree()
+        self._agree(bucket_cap_mb)
         self._channels: Mapping[int, Channel] = {}
         if choice.aggregate == "async":
             check_bound(choice.max_staleness, self._exchange.world_size - 1)
             self._channels = self._exchange.star()
-        self._aggregate = self._make_aggregate()
+        self._aggregate = aggregation(choice, self._exchange, self._windows, self._channels, bucket_cap_mb)
         self._local_only = False
         self._present = [True] * self._exchange.world_size  # which ranks had a batch in the last step
-        self._backward = BackwardWatch(model, self._windows.values(), self._backward_ended)
+        self._backward = BackwardWatch(model, self._windows.values(), self._backward_ended, self._arrived)
         self._skips = skip_weight_grad and sync == "backward"
         self._sparing = Sparing(self._windows, self._caught, lambda: not self._local_only and not self._outdated)
         self._capture = Capture(self._units, self._caught, self._backward.forward_begins, self._sparing)
         self._occupied = Occupation(model)
-
-    def _make_aggregate(self) -> Gather:
-        choice = self._choice
-        if choice.subspace is not None:
-            return Rounds(self._exchange, choice)
-        if choice.aggregate != "async":
-            return aggregation(choice.aggregate, self._exchange, choice.direct, choice.down, choice.pair)
-        if self.serves:
-            return Gather(self._exchange)
-        return Worker(self._exchange, self._channels[SERVER], choice.direct, choice.down, self._parameters)
 
     @property
     def serves(self) -> bool:
@@ -119,10 +111,10 @@ class Session:
 
     # ---- agreement before the first step
 
-    def _agree(self) -> None:
+    def _agree(self, bucket_cap_mb: float | None) -> None:
         settings = {**self._choice.settings, "routes": self._policy, "seed": str(self._seed), "sync": self._sync}
         settings |= {"factored": ",".join(unit.name for unit in self._units), "check_replicas": str(self._check_every)}
-        settings["scaler"] = "yes" if self._scale.scales else "no"
+        settings |= {"scaler": "yes" if self._scale.scales else "no", "bucket_cap_mb": str(bucket_cap_mb)}
         check_introductions(self._exchange.all_gather(introduce(self._model, settings)).wait())
         self._copy_from(0)
         self.traffic.setup = self.traffic.sent = self._exchange.sent - self._start_bytes[0]
@@ -139,6 +131,11 @@ class Session:
         self._backward.begins()
         if not self._backward.closed:
             self._windows[unit.name].pending.append(factors)
+
+    def _arrived(self, window: Window) -> None:
+        if isinstance(self._aggregate, Overlapped) and self._planned and not self._local_only:
+            window.scale = self._scale.value
+            self._aggregate.arrived(self._step, window.name)
 
     def _backward_ended(self) -> None:
         if self._sync == "backward" and not self._local_only:
@@ -201,7 +198,7 @@ class Session:
         for window in self._windows.values():
             window.check_edits()
             window.scale = scale
-        planning = self._outdated or not self.plan.lines
+        planned, planning = self._planned, self._outdated or not self.plan.lines
         if planning:
             self._make_plan()
         if not self._carriers:
@@ -209,7 +206,7 @@ class Session:
             factored = {carrier.name for carrier in self._carriers if isinstance(carrier, FactorCarrier)}
             self._sparing.factored = frozenset(factored if self._skips else ())
         asks = self._choice.auto is not None and self._sizes.asks(captured_size(self._windows))
-        step = replace(self._step(), new_plan=asks)
+        step = replace(self._step(), new_plan=asks, planned=planned)
         outgoing = refusal(self._windows, self._is_dense, self._frozen) or self._aggregate.encode(step)
         if outgoing.status is Status.OK:
             outgoing = replace(outgoing, status=status)
@@ -262,7 +259,14 @@ class Session:
     def _step(self) -> Step:
         digest = plan_digest(self._choice.spec, [line.codec or line.route for line in self.plan.lines])
         used, gradients = [self._windows[name].touched for name in self._names], Contributions(self._windows)
-        return Step(self.step, digest, self._seed, self._names, used, self._carriers, gradients, self._say)
+        return Step(
+            *(self.step, digest, self._seed, self._names, used, self._carriers, gradients, self._say),
+            planned=self._planned,
+        )
+
+    @property
+    def _planned(self) -> bool:
+        return bool(self._carriers) and not self._outdated
 
     def _is_dense(self, name: str) -> bool:
         return all(name not in carrier.names for carrier in self._carriers)
@@ -383,6 +387,7 @@ class Session:
         """
         if isinstance(self._aggregate, Worker) and not self._backward.closed:
             self._aggregate.leave(self._step(), failed)
+        self._aggregate.close()
         self._capture.close()
         self._backward.close()
         self._occupied.release()

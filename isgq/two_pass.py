@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from isgq.aggregate import NOTHING, AggregateName, Gather, Outgoing, Step
+from isgq.aggregate import NOTHING, Gather, Outgoing, Step
 from isgq.codecs.feedback import memory_of
-from isgq.core.codec import Codec, PairCodec
+from isgq.core.codec import Codec
 from isgq.core.errors import NonFiniteError
 from isgq.exchange import Exchange
 from isgq.records import Carrier, DirectCarrier, Record
@@ -90,24 +90,6 @@ class TwoPass(Gather):
             return Outgoing(status=Status.NON_FINITE, error=error)
         except Exception as error:
             return Outgoing(status=Status.FAILED, error=error)
-
-
-def aggregation(
-    mode: AggregateName, exchange: Exchange, up: Codec | None, down: Codec, pair: PairCodec | None = None
-) -> Gather:
-    """The aggregation of that name.
-
-    Args:
-        mode: ``gather``; ``two_pass``, where every rank serves a shard; or ``server``, where rank 0 serves all. The
-            asynchronous one is in :mod:`isgq.asynchronous`.
-        exchange: the transport.
-        up: the codec of gradients, or None.
-        down: the codec of means; without effect for ``gather``.
-        pair: the codec of factors, or None.
-    """
-    if mode == "gather":
-        return Gather(exchange, up, pair)
-    return TwoPass(exchange, up, down, servers=exchange.world_size if mode == "two_pass" else 1)
 
 
 def replies_of(carriers: Sequence[Carrier], down: Codec) -> list[DirectCarrier]:

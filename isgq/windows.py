@@ -6,7 +6,7 @@ whether those pairs still account for all that autograd has added: a user who ze
 between two backward passes of one window makes them worthless, and the gradient itself must travel.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,8 +54,20 @@ class Window:
         """Whether there is a contribution of this rank."""
         return self.arrivals > 0
 
-    def watch(self, on_gradient: Callable[[], None]) -> list[RemovableHandle]:
-        """Put the two hooks on the parameter; ``on_gradient`` is called during each backward that reaches it."""
+    @property
+    def captured(self) -> Sequence[Factors]:
+        """All pairs so far, those of the running backward pass included."""
+        return [*self.pairs, *self.pending] if self.pending else self.pairs
+
+    def watch(
+        self, on_gradient: Callable[[], None], on_arrival: Callable[["Window"], None] = lambda _: None
+    ) -> list[RemovableHandle]:
+        """Put the two hooks on the parameter.
+
+        Args:
+            on_gradient: called during each backward that reaches it.
+            on_arrival: called when autograd has added to ``p.grad``.
+        """
 
         def before(gradient: Tensor | None) -> None:
             on_gradient()
@@ -65,6 +77,7 @@ class Window:
             self.arrivals += 1
             self._arrived = True
             self._seen = self._identity()
+            on_arrival(self)
 
         return [
             self.parameter.register_hook(before),  # type: ignore[no-untyped-call]
@@ -92,9 +105,23 @@ class Window:
     @property
     def fresh(self) -> bool:
         """Whether nothing has happened since the last synchronisation, and no hook but the window's would see it."""
+        return not self.touched and self._unwatched
+
+    @property
+    def _unwatched(self) -> bool:
+        """Whether no hooks are on the parameter but the window's."""
         p, ours = self.parameter, 1
-        hooks = len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ())
-        return not self.touched and hooks == (ours, ours)
+        return (len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ())) == (ours, ours)
+
+    @property
+    def steady(self) -> bool:
+        """Whether what has come so far is likely to be all of the running backward pass, as it stands."""
+        return self._unwatched and not self.edited and not (self.owed and self._foreign)
+
+    @property
+    def content(self) -> Hashable:
+        """Differs wherever something has come, or was changed, since."""
+        return self.arrivals, self.edited, len(self.captured), self._seen
 
     def owe(self, gradient: Callable[[], Tensor]) -> None:
         """The running pass leaves this out of ``p.grad``."""

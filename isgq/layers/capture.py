@@ -7,7 +7,7 @@ module's other forward hooks, so that output and d are those of the layer, whate
 in the place of the parameters (``torch.func.functional_call``) is none of the layer's.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,7 +236,7 @@ def canonical_pair(unit: Unit, x: Tensor, d: Tensor) -> Factors:
     return Factors(x.contiguous(), d.contiguous())
 
 
-def merge(pairs: list[Factors]) -> Factors:
+def merge(pairs: Sequence[Factors]) -> Factors:
     """One pair whose contraction is the sum of the contractions of several: samples side by side.
 
     Args:
