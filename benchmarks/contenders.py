@@ -4,6 +4,7 @@ ddp                 DistributedDataParallel, float32
 ddp:fp16            with torch's hook of that name
 ddp:powersgd=R      with torch's PowerSGD hook of rank R, in one bucket: with more it deadlocks on gloo
 hook:SPEC           DistributedDataParallel with :func:`isgq.ddp.comm_hook`
+ahead:SPEC          a session with that codec that sends while backward goes on, in buckets of 0.01 MiB
 two_pass:SPEC       a session with ``aggregate="two_pass"`` and the codec both ways
 auto                a session that chooses for the link
 SPEC                a session with that codec
@@ -33,6 +34,7 @@ from isgq.exchange import Pending, TorchExchange
 
 _FRAMES = 3 * 48  # bytes of gloo's own with each of its messages: two notices and a header
 _ONE_BUCKET = 1 << 12  # MB
+_AHEAD = 0.01  # MiB of a bucket that is sent ahead
 _PLAIN_STEPS = 2  # of PowerSGD, which it wants to begin with
 
 
@@ -52,31 +54,40 @@ def pairwise(size: float, workers: int) -> float:
 
 
 class Counted(TorchExchange):
-    """Counts, beside what is handed over, what gloo makes of it.
+    """Counts, beside what is handed over, what gloo makes of it."""
 
-    Attributes:
-        wire: bytes that this rank has sent, without headers of TCP and below.
-    """
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group)
+        self._own, self._others = 0.0, list[Counted]()
 
-    wire = 0.0
+    @property
+    def wire(self) -> float:
+        """Bytes that this rank has sent, without headers of TCP and below."""
+        return self._own + sum(other.wire for other in self._others)
+
+    def beside(self) -> "Counted":
+        """See :class:`isgq.exchange.Exchange`."""
+        self._others.append(Counted(self.group_beside()))
+        return self._others[-1]
 
     def all_gather(self, message: Tensor, lengths: Sequence[int] | None = None) -> Pending[list[Tensor]]:
         """See :class:`isgq.exchange.Exchange`."""
         before = self.sent
         pending = super().all_gather(message, lengths)
-        self.wire += ring_gather(self.sent - before, self.world_size) if self.sent > before else 0.0
+        gathers = (lengths is None) + bool(message.numel())  # of lengths, of messages
+        self._own += ring_gather(self.sent - before, self.world_size) + (gathers - 1) * ring_gather(0, self.world_size)
         return pending
 
     def all_to_all(self, messages: Sequence[Tensor], lengths: Sequence[int]) -> Pending[list[Tensor]]:
         """See :class:`isgq.exchange.Exchange`."""
         before = self.sent
         pending = super().all_to_all(messages, lengths)
-        self.wire += pairwise(self.sent - before, self.world_size)
+        self._own += pairwise(self.sent - before, self.world_size)
         return pending
 
     def all_reduce_mean(self, x: Tensor) -> Pending[Tensor]:
         """See :class:`isgq.exchange.Exchange`."""
-        self.wire += ring_reduce(x.numel() * x.element_size(), self.world_size)
+        self._own += ring_reduce(x.numel() * x.element_size(), self.world_size)
         return super().all_reduce_mean(x)
 
 
@@ -117,6 +128,8 @@ def check(task: Task) -> None:
         choose(spec, None, "tensor", "two_pass", spec, "both")
     elif kind == "hook":
         comm_hook(spec)
+    elif kind == "ahead":
+        choose(spec, None, "tensor", "gather", None, "both")
     else:
         choose(_session_codec(task), None, "tensor", "gather", None, "both")
     workload(task)
@@ -240,4 +253,6 @@ def _session(task: Task, model: nn.Module, exchange: Counted) -> isgq.Session:
     kind, _, spec = task.method.partition(":")
     if kind == "two_pass":
         return isgq.instrument(model, spec, aggregate="two_pass", down=spec, seed=task.seed, exchange=exchange)
+    if kind == "ahead":
+        return isgq.instrument(model, spec, bucket_cap_mb=_AHEAD, seed=task.seed, exchange=exchange)
     return isgq.instrument(model, _session_codec(task), seed=task.seed, exchange=exchange)

@@ -205,9 +205,14 @@ class TorchExchange:
         return {rank: Channel(self, group, members[rank], rank) for rank, group in groups.items()}
 
     def beside(self) -> "TorchExchange":
-        """See :class:`Exchange`; a process group of its own."""
+        """See :class:`Exchange`."""
+        return TorchExchange(self.group_beside())
+
+    def group_beside(self) -> dist.ProcessGroup:
+        """Another process group of the same ranks; a collective call of these."""
         ranks, backend = dist.get_process_group_ranks(self._group), dist.get_backend(self._group)
-        return TorchExchange(dist.new_group(ranks, _timeout(self._group), backend, use_local_synchronization=True))
+        group: dist.ProcessGroup = dist.new_group(ranks, _timeout(self._group), backend, use_local_synchronization=True)
+        return group
 
     def all_reduce_mean(self, x: Tensor) -> Pending[Tensor]:
         """See :class:`Exchange`; divides before adding, so that half precision does not overflow."""

@@ -105,6 +105,7 @@ class Refusal(NamedTuple):
 
 TWO_PASS: dict[str, Any] = {"aggregate": "two_pass", "down": "one_bit"}
 SERVER: dict[str, Any] = {"aggregate": "server", "down": "top_k:k=0.5"}
+AHEAD: dict[str, Any] = {"bucket_cap_mb": 1e-6}
 TOP_K = "top_k:k=0.5"
 SUBSPACE = "subspace:rank=1"
 REFUSALS = {
@@ -115,6 +116,10 @@ REFUSALS = {
     "empty, dense": Refusal(empty, "EmptyBatchError", codec="dense", factored=0),
     "empty, direct": Refusal(empty, "EmptyBatchError", codec="error_feedback(top_k:k=0.5)", factored=0),
     "NaN, direct": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", codec="qsgd", factored=0),
+    "NaN, ahead": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", options=AHEAD),
+    "empty, ahead": Refusal(empty, "EmptyBatchError", options=AHEAD),
+    "broken codec, ahead": Refusal(break_codec, "PeerError", ", parameter '", options=AHEAD),
+    "NaN, direct and ahead": Refusal(spoil(float("nan")), "PeerNonFiniteError", codec=TOP_K, factored=0, options=AHEAD),
     "NaN, two passes": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", options=TWO_PASS),
     "NaN, server": Refusal(spoil(float("nan")), "PeerNonFiniteError", ", parameter '", -1, TOP_K, 0, SERVER),
     "empty, two passes": Refusal(empty, "EmptyBatchError", codec=TOP_K, factored=0, options=TWO_PASS),

@@ -33,6 +33,8 @@ class Config:
     """how many updates old an asynchronous gradient may get before fast workers have to wait"""
     routes: Literal["auto", "factors", "dense"] = "auto"
     """auto sends factors where they are fewer bytes, factors wherever there are any"""
+    bucket_cap_mb: float | None = None
+    """send while backward goes on, as soon as so many MiB of gradients are there; when backward ends if not given"""
     local_steps: int | None = None
     """federated rounds: each worker takes so many steps by itself, then the changes of the models are averaged; the
     codec is for those"""

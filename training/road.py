@@ -49,6 +49,7 @@ def session_of(model: nn.Module, config: Config, run: Run) -> isgq.Session:
         memory=config.memory,
         max_staleness=config.max_staleness,
         routes=config.routes,
+        bucket_cap_mb=config.bucket_cap_mb,
         seed=config.seed,
     )
     if config.telemetry is not None:
