@@ -184,7 +184,7 @@ def test_compiled_code_rounds_every_operation(capability: int, tmp_path: Path, m
     def launch(kernel: Any, n: int, *arguments: Any) -> None:
         source = ASTSource(kernel, *signature(kernel, (*arguments, n, module._BLOCK)))
         target = GPUTarget("cuda", capability, 32)
-        compiled[kernel.__name__] = compile(source, target=target, options={"enable_fp_fusion": False}).asm
+        compiled[kernel.__name__] = compile(source, target=target, options=module._OPTIONS).asm
 
     monkeypatch.setattr(module, "_launch", launch)
     flat, out, cut = torch.ones(5), torch.zeros(5, dtype=torch.uint8), (2, 0, 5)

@@ -1,7 +1,7 @@
 """The kernels of :mod:`isgq.core.kernels.quantize` for GPUs, in Triton: same names, arguments and bits.
 
 Bits stay the same because neither Triton nor the assembler behind it may contract ``a * b + c`` into one rounding
-(``enable_fp_fusion=False`` at every launch), because fractions are ``div_rn`` (``/`` is approximate there), and because
+(``enable_fp_fusion`` at every launch), because fractions are ``div_rn`` (``/`` is approximate there), and because
 integers wrap.
 
 A launch works on at most 2**30 elements (:func:`isgq.core.parallel.part_size`), which it counts in int32.
@@ -19,6 +19,7 @@ _State = tuple[int, int, int, int]
 
 _BLOCK = 1024  # elements of a program: 8 of each of its 128 threads
 _MOST = 1 << 30
+_OPTIONS = {"enable_fp_fusion": False}  # of the compiler
 
 _M1, _M2, _M3 = tl.constexpr(0xED5AD4BB), tl.constexpr(0xAC4C1B51), tl.constexpr(0x31848BAB)
 _UNIT = tl.constexpr(2.0**-25)
@@ -41,7 +42,7 @@ def _launch(kernel: Any, n: int, out: Tensor, *arguments: Any) -> None:
     """Run a kernel for n elements on the device of ``out``, its first argument."""
     if n:
         with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-            kernel[(-(-n // _BLOCK),)](out, *arguments, n, _BLOCK, enable_fp_fusion=False)
+            kernel[(-(-n // _BLOCK),)](out, *arguments, n, _BLOCK, **_OPTIONS)
 
 
 def _span(size: int, start: int, stop: int) -> tuple[slice, slice, int, int]:
