@@ -111,7 +111,7 @@ class Dithered:
         self, kernels: ModuleType, flat: Tensor, divisors: Tensor, buckets: Buckets, digest: int, symbols: Tensor
     ) -> None:
         """:meth:`_quantize` of all elements."""
-        values, scales, out = flat.numpy(), divisors.numpy(), symbols.numpy()
+        values, scales, out = kernels.arrays(flat, divisors, symbols)
 
         def work(start: int, stop: int, state: State) -> None:
             if self.mode == "one_bit":
@@ -120,7 +120,7 @@ class Dithered:
                 sparse = self._marks_zeros
                 kernels.dither(values, scales, buckets.size, start, stop, state, self.levels, sparse, out)
 
-        map_stream(work, buckets.numel, digest, _ROLE)
+        map_stream(work, buckets.numel, digest, _ROLE, flat.device)
 
     def _quantize(self, block: Tensor, divisor: Tensor, dither: Tensor, out: Tensor) -> None:
         """Write the symbols of a block ``[rows, columns]`` with divisors ``[rows, 1]``."""
@@ -164,7 +164,7 @@ class Dithered:
         self, kernels: ModuleType, symbols: Tensor, scales: Tensor, buckets: Buckets, digest: int, flat: Tensor
     ) -> None:
         """:meth:`_rebuild` of all elements, times their scales."""
-        given, each, out = symbols.numpy(), scales.contiguous().numpy(), flat.numpy()
+        given, each, out = kernels.arrays(symbols, scales, flat)
         step, shift = (2, 1) if self.mode == "one_bit" else (1, self.levels)
 
         def work(start: int, stop: int, state: State) -> None:
@@ -174,7 +174,7 @@ class Dithered:
                 sparse = self._marks_zeros
                 kernels.undither(given, each, buckets.size, start, stop, state, step, shift, sparse, out)
 
-        map_stream(work, buckets.numel, digest, _ROLE)
+        map_stream(work, buckets.numel, digest, _ROLE, flat.device)
 
     def _rebuild(self, symbols: Tensor, digest: int, first: int) -> Tensor:
         """Decoded values in units of the scale, of a block that begins at element ``first``."""

@@ -54,12 +54,12 @@ def round_stochastic(flat: Tensor, norm: Tensor, levels: int, buckets: Buckets, 
     divisor = nonzero(norm)
     symbols = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
     if kernels := compiled("quantize", flat.device):
-        values, scales, out = flat.numpy(), divisor.numpy(), symbols.numpy()
+        values, scales, out = kernels.arrays(flat, divisor, symbols)
 
         def round_part(start: int, stop: int, state: State) -> None:
             kernels.round_stochastic(values, scales, buckets.size, start, stop, state, levels, out)
 
-        map_stream(round_part, buckets.numel, digest, "round")
+        map_stream(round_part, buckets.numel, digest, "round", flat.device)
         return symbols
     norm = divisor.unsqueeze(1)
 
@@ -79,12 +79,12 @@ def round_nearest(flat: Tensor, norm: Tensor, levels: int, buckets: Buckets) -> 
     divisor = nonzero(norm)
     symbols = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
     if kernels := compiled("quantize", flat.device):
-        values, scales, out = flat.numpy(), divisor.numpy(), symbols.numpy()
+        values, scales, out = kernels.arrays(flat, divisor, symbols)
 
         def round_part(start: int, stop: int) -> None:
             kernels.round_nearest(values, scales, buckets.size, start, stop, levels, out)
 
-        map_parts(round_part, buckets.numel)
+        map_parts(round_part, buckets.numel, flat.device)
         return symbols
     norm = divisor.unsqueeze(1)
 
@@ -113,12 +113,12 @@ def rebuild(symbols: Tensor, norm: Tensor, levels: int, buckets: Buckets) -> Ten
     """Points of the grid: float32 ``[numel]``."""
     flat = torch.empty(symbols.numel(), dtype=torch.float32, device=symbols.device)
     if kernels := compiled("quantize", flat.device):
-        given, scales, out = symbols.numpy(), norm.reshape(-1).contiguous().numpy(), flat.numpy()
+        given, scales, out = kernels.arrays(symbols, norm.reshape(-1), flat)
 
         def rescale(start: int, stop: int) -> None:
             kernels.rescale(given, scales, buckets.size, start, stop, levels, levels, out)
 
-        map_parts(rescale, buckets.numel)
+        map_parts(rescale, buckets.numel, flat.device)
         return flat
     norm = norm.reshape(-1, 1)
 

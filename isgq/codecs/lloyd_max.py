@@ -136,7 +136,7 @@ def nearest(flat: Tensor, points: Tensor, *, zero_symbol: bool = False) -> Tenso
     edges = _edges(points)
     codes = torch.empty(flat.numel(), dtype=symbol_dtype(points.numel() + 1), device=flat.device)
 
-    if (kernels := compiled("quantize", flat.device)) and points.numel() <= _MANY:
+    if (kernels := compiled("search", flat.device)) and points.numel() <= _MANY:
         numbers, borders, counts = flat.numpy(), edges.to(torch.float32).contiguous().numpy(), codes.numpy()
 
         def count(start: int, stop: int) -> None:
@@ -177,7 +177,7 @@ def look_up(payload: Payload) -> Tensor:
     """
     codes = payload.require_symbols("codes", payload.numel)
     codebook = payload.require_tensor("codebook", codes.alphabet, torch.float32)
-    kernels = compiled("quantize", codes.values.device) if codes.values.dtype is torch.uint8 else None
+    kernels = compiled("search", codes.values.device) if codes.values.dtype is torch.uint8 else None
     if kernels is None or not payload.numel or int(codes.values.max()) >= codes.alphabet:
         return restore(codebook.index_select(0, codes.values.int()), payload)  # refuses codes outside the book
     table, flat = np.zeros(256, dtype=np.float32), torch.empty(payload.numel)

@@ -82,12 +82,12 @@ class NestedDithered:
             symbols[elements].view(block.shape).copy_(n)
 
         if kernels := self._kernels(flat.device):
-            values, steps, out = flat.numpy(), divisors.numpy(), symbols.numpy()
+            values, steps, out = kernels.arrays(flat, divisors, symbols)
 
             def nest(start: int, stop: int, state: State) -> None:
                 kernels.nest(values, steps, buckets.size, start, stop, state, self.levels, self.ratio, out)
 
-            map_stream(nest, buckets.numel, digest, "dither")
+            map_stream(nest, buckets.numel, digest, "dither", flat.device)
         else:
             buckets.map(flat, work)
         return Payload(
@@ -118,14 +118,13 @@ class NestedDithered:
         divisor = nonzero(scale)
         if kernels := self._kernels(symbols.device):
             # The guess is written over, so it has to be a copy.
-            flat = torch.zeros(buckets.numel) if guess is None else guess.clone()
-            given, scales, steps = symbols.numpy(), scale.contiguous().numpy(), divisor.contiguous().numpy()
-            out = flat.numpy()
+            flat = torch.zeros(buckets.numel, device=symbols.device) if guess is None else guess.clone()
+            given, scales, steps, out = kernels.arrays(symbols, scale, divisor, flat)
 
             def unnest(start: int, stop: int, state: State) -> None:
                 kernels.unnest(given, scales, steps, buckets.size, start, stop, state, self.levels, self.ratio, out)
 
-            map_stream(unnest, buckets.numel, payload.digest, "dither")
+            map_stream(unnest, buckets.numel, payload.digest, "dither", flat.device)
             return restore(flat, payload)
         flat = torch.empty(buckets.numel, dtype=torch.float32, device=symbols.device)
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -198,7 +197,7 @@ def _flip_signs(v: Tensor, digest: int, start: int) -> None:
         start: a multiple of 32.
     """
     if kernels := compiled("quantize", v.device):
-        kernels.flip_signs(stream_state(digest, "sign", start // _WORD), v.numpy().view(np.uint32))
+        kernels.flip_signs(stream_state(digest, "sign", start // _WORD), *kernels.arrays(v.view(torch.uint32)))
         return
     words = random_int32(digest, "sign", -(-v.numel() // _WORD), v.device, start=start // _WORD).bitwise_not_()
     # A bit becomes the sign of a float.

@@ -22,7 +22,7 @@ def absmax(flat: Tensor, size: int) -> Tensor:
     Returns:
         ``[ceil(n / size)]``, in the dtype of ``flat``.
     """
-    kernels = compiled("quantize", flat.device) if flat.dtype is torch.float32 else None
+    kernels = compiled("search", flat.device) if flat.dtype is torch.float32 else None
     if kernels is None or not flat.numel():
         whole = flat.numel() // size * size
         parts = (flat[:whole].view(-1, size), flat[whole:].view(1, -1))

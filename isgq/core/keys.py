@@ -87,7 +87,9 @@ def stream_state(digest: int, role: str, start: int) -> State:
     return (low + k0) % (1 << 32), k1, k2, k3
 
 
-def map_stream(work: Callable[[int, int, State], _Result], numel: int, digest: int, role: str) -> list[_Result]:
+def map_stream(
+    work: Callable[[int, int, State], _Result], numel: int, digest: int, role: str, device: torch.device
+) -> list[_Result]:
     """``work(start, stop, state at start)`` for parts of the first ``numel`` elements of a stream, by threads.
 
     Args:
@@ -95,8 +97,9 @@ def map_stream(work: Callable[[int, int, State], _Result], numel: int, digest: i
         numel: number of elements.
         digest: as in :func:`random_int32`.
         role: as in :func:`random_int32`.
+        device: where the elements are.
     """
-    return map_parts(lambda start, stop: work(start, stop, stream_state(digest, role, start)), numel)
+    return map_parts(lambda start, stop: work(start, stop, stream_state(digest, role, start)), numel, device)
 
 
 def _xor_shift(x: Tensor, shift: int, scratch: Tensor) -> None:
@@ -109,7 +112,7 @@ def _fill(out: Tensor, digest: int, role: str, start: int) -> None:
     """Write elements ``start ..`` of a stream into int32 ``out``; no block boundary lies within."""
     state = first, *later = stream_state(digest, role, start)
     if kernels := compiled("quantize", out.device):
-        kernels.words(state, out.numpy().view(np.uint32))
+        kernels.words(state, *kernels.arrays(out.view(torch.uint32)))
         return
     if out.device.type == "cpu":
         _fill_numpy(out.numpy().view(np.uint32), first, later)
@@ -205,7 +208,7 @@ def uniform(
 
     def fill(part: Tensor, first: int) -> None:
         if kernels:
-            kernels.uniforms(stream_state(digest, role, first), part.numpy())
+            kernels.uniforms(stream_state(digest, role, first), *kernels.arrays(part))
             return
         bits = torch.empty_like(part, dtype=torch.int32)
         _fill(bits, digest, role, first)

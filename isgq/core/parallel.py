@@ -16,8 +16,11 @@ PIECE = (1 << 15) - 1
 """Elements of a piece on the CPU, at most."""
 
 PART = 1 << 16
-"""Elements that a compiled kernel works on at a time, at most; no stream of random numbers has a boundary within."""
+"""Elements that a compiled kernel works on at a time, at most, on the CPU."""
 
+_LAUNCH = 1 << 30  # the same elsewhere, where int32 has to count them with room to spare
+
+_CPU = torch.device("cpu")
 _WORTH_A_THREAD = 8  # pieces: about as long as a thread takes to start, ten times over
 
 _Item = TypeVar("_Item")
@@ -25,18 +28,25 @@ _Result = TypeVar("_Result")
 
 
 def piece_size(numel: int, device: torch.device) -> int:
-    """Elements to work on together: all of them but on the CPU."""
-    return PIECE if device.type == "cpu" else max(numel, 1)
+    """Elements to work on together: all of them but on the CPU, up to what :func:`part_size` allows."""
+    return PIECE if device.type == "cpu" else min(max(numel, 1), _LAUNCH)
 
 
-def map_parts(work: Callable[[int, int], _Result], numel: int) -> list[_Result]:
-    """``work(start, stop)`` for parts of ``0 .. numel - 1``, each of :data:`PART` elements but the last; by threads.
+def part_size(device: torch.device) -> int:
+    """Elements that a compiled kernel works on at a time, at most; no boundary of a random stream lies within."""
+    return PART if device.type == "cpu" else _LAUNCH
+
+
+def map_parts(work: Callable[[int, int], _Result], numel: int, device: torch.device = _CPU) -> list[_Result]:
+    """``work(start, stop)`` for parts of ``0 .. numel - 1``, each of :func:`part_size` but the last; by threads.
 
     Args:
         work: as for :func:`map_pieces`; to gain from threads it must hold no lock, as compiled kernels do.
         numel: number of elements.
+        device: where they are.
     """
-    return map_pieces(lambda start: work(start, min(start + PART, numel)), range(0, numel, PART))
+    size = part_size(device)
+    return map_pieces(lambda start: work(start, min(start + size, numel)), range(0, numel, size))
 
 
 def map_pieces(work: Callable[[_Item], _Result], pieces: Sequence[_Item]) -> list[_Result]:

@@ -62,6 +62,31 @@ def test_without_the_compiler_plain_code_serves_and_one_line_says_so(plain: str)
     assert result.stderr.count("\n") == 1
 
 
+def test_without_the_compiler_for_gpus_one_line_says_so() -> None:
+    result = run("""
+import sys, torch
+sys.modules["triton"] = None
+from isgq.core.kernels import compiled
+print([compiled(module, torch.device("cuda")) for module in ("quantize", "quantize", "search", "coding", "laplace")])
+""")
+    assert result.stdout.split() == ["[None,", *["None,"] * 3, "None]"]
+    assert result.stderr.startswith("isgq: no compiled kernels, plain code is used")
+    assert result.stderr.count("\n") == 1
+
+
+def test_kernels_for_gpus_are_turned_off_like_others() -> None:
+    result = run(
+        """
+import sys, torch
+from isgq.core.kernels import compiled
+print(compiled("quantize", torch.device("cuda")), "triton" in sys.modules)
+""",
+        ISGQ_KERNELS="0",
+    )
+    assert result.stdout.split() == ["None", "False"]
+    assert result.stderr == ""
+
+
 def test_without_a_place_to_keep_machine_code_plain_code_serves(tmp_path: Path, plain: str) -> None:
     nowhere = tmp_path / "file"
     nowhere.write_text("")  # no folder can be made in it

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from isgq.core.kernels.compiler import kernel
 
@@ -27,6 +28,11 @@ _ZERO = np.float32(0)
 _ONE = np.float32(1)
 _TWO = np.float32(2)
 _LARGEST = np.float32(np.finfo(np.float32).max)
+
+
+def arrays(*tensors: Tensor) -> list[NDArray[Any]]:
+    """What the kernels take for tensors: contiguous ones; those that are written to have to be."""
+    return [tensor.contiguous().numpy() for tensor in tensors]
 
 
 @kernel
@@ -85,20 +91,6 @@ def flip_signs(state: _State, bits: _Words) -> None:
         part = bits[32 * at : 32 * at + 32]
         for i in range(len(part)):
             part[i] = np.uint32(part[i] ^ np.uint32(np.uint32(word >> np.uint32(i)) << np.uint32(31)))
-
-
-@kernel
-def largest_bits(bits: _Words, size: int, start: int, stop: int, out: _Words) -> None:
-    """Largest absolute value of each bucket that these elements lie in, all as bits of float32.
-
-    As integers, bits without the sign are ordered as the numbers are, with infinity and NaN above all others.
-    """
-    begin = start // size
-    for bucket in range(begin, (stop - 1) // size + 1):
-        most = np.uint32(0)
-        for word in bits[max(start, bucket * size) : min(stop, (bucket + 1) * size)]:
-            most = max(most, np.uint32(word & np.uint32(0x7FFFFFFF)))
-        out[bucket - begin] = most
 
 
 @kernel
@@ -230,26 +222,3 @@ def unnest(
             lowest, highest = -_round((remainder + reach) / turn), _round((-remainder + reach) / turn)
             turns = _clamp(_round((values[i] / step + u - remainder) / turn), lowest, highest)
             values[i] = _clamp((turns * turn + remainder - u) * scale, -_LARGEST, _LARGEST)
-
-
-@kernel
-def look_up(codes: _Bytes, table: _Floats, start: int, stop: int, out: _Floats) -> None:
-    """Entry of each code in a table of 256 entries."""
-    given, values = codes[start:stop], out[start:stop]
-    for i in range(len(given)):
-        values[i] = table[given[i]]
-
-
-@kernel
-def count_above(flat: _Floats, edges: _Floats, start: int, stop: int, sparse: bool, out: _Bytes) -> None:
-    """How many of the edges each value is above; if sparse, 1 more, and 0 for zeros."""
-    for first in range(start, stop, 4096):
-        last = min(first + 4096, stop)
-        values, symbols = flat[first:last], out[first:last]
-        symbols[:] = np.uint8(sparse)
-        for edge in edges:
-            for i in range(last - first):
-                symbols[i] = np.uint8(symbols[i] + np.uint8(values[i] > edge))
-        if sparse:
-            for i in range(last - first):
-                symbols[i] = np.uint8(symbols[i] * np.uint8(values[i] != 0))
