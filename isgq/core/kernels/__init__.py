@@ -44,8 +44,13 @@ def compiled(module: Literal["quantize", "search", "coding", "laplace"], device:
     if _disabled:
         return None
     if device.type == "cpu":
-        return _load(module, device)
+        return _on_cpu(module)
     return _load(_ON_CUDA[module], device) if device.type == "cuda" and module in _ON_CUDA else None
+
+
+@functools.cache  # a step asks a hundred times
+def _on_cpu(module: str) -> ModuleType | None:
+    return _load(module, torch.device("cpu"))
 
 
 @contextmanager
