@@ -9,6 +9,9 @@ backward pass before a layer, so that ranks pass each of these stations in all o
 seed, rank and step. A rank that hangs fails all others by the group's timeout.
 
 Exit code 1: a replica differs, memory grew by more than ``--tolerance`` after it had settled, or a rank failed.
+
+torch.distributed remembers its last 2000 collectives, about 1 KiB each, so the first thousand steps or so add 2 MiB to
+a process whatever it does; ``TORCH_FR_BUFFER_SIZE=0`` leaves that out.
 """
 
 import gc
@@ -79,21 +82,17 @@ class Memory:
     """Memory of a rank's process.
 
     Attributes:
-        settled: resident bytes, after the steps in which it may still grow.
-        highest: most resident bytes of any look from then on.
-        end: resident bytes after the last step.
+        looks: resident bytes, first when settled, last after the last step.
         blocks: by how many the interpreter holds more blocks than when settled, garbage collected both times.
     """
 
-    settled: int
-    highest: int
-    end: int
+    looks: Sequence[int]
     blocks: int
 
     @property
     def growth(self) -> float:
-        """Relative, at the highest."""
-        return self.highest / self.settled - 1
+        """Of resident memory, relative, at its highest."""
+        return max(self.looks) / self.looks[0] - 1
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ class Watch:
     def __init__(self, config: Config) -> None:
         self._every, self._last = config.check, config.steps
         self._settles = min(config.settled, config.steps // 2)
-        self._resident: list[int] = []
+        self._looks: list[int] = []
         self._blocks = 0
 
     def look(self, steps: int) -> None:
@@ -163,11 +162,11 @@ class Watch:
         if steps == self._settles:
             self._blocks = blocks()
         if steps >= self._settles and (steps == self._settles or steps % self._every == 0 or steps == self._last):
-            self._resident.append(resident())
+            self._looks.append(resident())
 
     def found(self) -> Memory:
         """What was seen."""
-        return Memory(self._resident[0], max(self._resident), self._resident[-1], blocks() - self._blocks)
+        return Memory(self._looks, blocks() - self._blocks)
 
 
 def resident() -> int:
@@ -272,7 +271,8 @@ def text(found: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for rank, memory in enumerate(found["memory"]):
-        sizes = " | ".join(f"{memory[name] / 2**20:.2f}" for name in ("settled", "highest", "end"))
+        looks = memory["looks"]
+        sizes = " | ".join(f"{size / 2**20:.2f}" for size in (looks[0], max(looks), looks[-1]))
         lines.append(f"| {rank} | {sizes} | {memory['growth']:.2%} | {memory['blocks']:,} |")
     return "\n".join([*lines, *(["", *found["complaints"]] if found["complaints"] else [])])
 
