@@ -53,6 +53,8 @@ class Config:
     """of training"""
     codec: str = "isgq"
     """of the session"""
+    bucket_cap_mb: float | None = None
+    """MiB of gradients whose messages leave while backward goes on; None: when it ends"""
     model: str = "fc:hidden=32"
     """a network by name"""
     data: str = "mnist5k"
@@ -187,7 +189,8 @@ def soak(config: Config) -> Ended:
     model = models.build(config.model, classes=images.classes, in_shape=images.in_shape, seed=config.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
     watch = Watch(config)
-    with isgq.instrument(model, config.codec, seed=config.seed, check_replicas=config.check) as session:
+    options: dict[str, Any] = {"check_replicas": config.check, "bucket_cap_mb": config.bucket_cap_mb}
+    with isgq.instrument(model, config.codec, seed=config.seed, **options) as session:
         stations = Stations(model, config, rank)
         start = time.perf_counter()
         for step in range(config.steps):
