@@ -14,6 +14,8 @@ from isgq.core.keys import Key
 from isgq.core.payload import Factors, LowRank, PairPayload, Payload
 from isgq.wire import pack
 
+_DOUBT = 8  # few errors understate their deviation, the more so as one stops when it looks small
+
 
 def encode(coder: AnyCodec, layer: LayerGradient, step: int) -> Payload | PairPayload:
     """Compress a layer's gradient or, with a pair codec, its factors."""
@@ -148,7 +150,8 @@ def _steps(errors: list[float], keys: int, precision: float, most: int) -> Itera
     done = 0
     while True:
         yield from range(done, keys)
-        if keys >= most or _error_of_mean(errors) <= precision * _mean(errors):
+        doubt = 1 + _DOUBT / (keys - 1)
+        if keys >= most or _error_of_mean(errors) * doubt <= precision * _mean(errors):
             return
         done, keys = keys, min(most, keys + max(1, keys // 8))
 
