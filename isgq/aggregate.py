@@ -202,12 +202,18 @@ class Gather:
             MismatchError: the ranks are at different steps or follow different plans.
             ExchangeError: some rank is missing.
         """
-        return self._headers(step, outgoing, step.used)
+        gathered = self._gathered(header_of(step, outgoing).pack())
+        return self._checked(step, outgoing, lambda: [Header.unpack(raw, len(step.names)) for raw in gathered])
 
-    def _headers(self, step: Step, outgoing: Outgoing, used: Sequence[bool]) -> list[Header]:
-        mine = header_of(step, outgoing, used).pack()
-        gathered = self._exchange.all_gather(mine, [mine.numel()] * self._exchange.world_size).wait()
-        return self._checked(step, outgoing, lambda: [Header.unpack(raw, len(used)) for raw in gathered])
+    def _agree_again(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> list[Header]:
+        """The same within a step that all ranks have agreed on, by their headers of before."""
+        gathered = self._gathered(header_of(step, outgoing).news())
+        return self._checked(
+            step, outgoing, lambda: [header.followed_by(raw) for header, raw in zip(headers, gathered, strict=True)]
+        )
+
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
+        return self._exchange.all_gather(mine, [mine.numel()] * self._exchange.world_size).wait()
 
     def _checked(self, step: Step, outgoing: Outgoing, read: Callable[[], list[Header]]) -> list[Header]:
         """Headers of which all are fine; or else this rank's own error, if it has one, is what theirs come from."""
@@ -287,12 +293,12 @@ class Gather:
             memory.load_state_dict(saved.get(where, {}))
 
 
-def header_of(step: Step, outgoing: Outgoing, used: Sequence[bool]) -> Header:
+def header_of(step: Step, outgoing: Outgoing) -> Header:
     """This rank's header; of several messages, their lengths travel apart."""
     length = outgoing.messages[0].numel() if len(outgoing.messages) == 1 else 0
     asks = step.new_plan and outgoing.status is Status.OK
     parameter = NEW_PLAN if asks else outgoing.parameter
-    return Header(outgoing.status, parameter, step.number, step.digest, length, used)
+    return Header(outgoing.status, parameter, step.number, step.digest, length, step.used)
 
 
 def once(log: Callable[[str], None]) -> Callable[[str], None]:

@@ -77,7 +77,7 @@ class Worker(Gather):
 
     def agree(self, step: Step, outgoing: Outgoing) -> list[Header]:
         """This rank's header; PeerError where this rank cannot take part."""
-        return self._checked(step, outgoing, lambda: [header_of(step, outgoing, step.used)])
+        return self._checked(step, outgoing, lambda: [header_of(step, outgoing)])
 
     def _reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
         """Send, wait for the reply, follow the server. No mean is left for an optimizer to apply.

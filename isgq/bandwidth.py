@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from isgq.aggregate import AggregateName
 from isgq.core.errors import OptionError
-from isgq.wire.header import LENGTH_BYTES, header_size
+from isgq.wire.header import LENGTH_BYTES, NEWS_BYTES, header_size
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _PARTS = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6}
@@ -89,7 +89,7 @@ def predict(aggregate: AggregateName, messages: Messages, workers: int, rank: in
     up, down = list(messages.up), list(messages.down)
     serves = rank < len(up)
     own_up, own_down = (up[rank], down[rank]) if serves else (0, 0)
-    heads = messages.rounds * (header_size(messages.parameters) + header_size(0))
+    heads = header_size(messages.parameters) + (2 * messages.rounds - 1) * NEWS_BYTES
     length = messages.rounds * LENGTH_BYTES
     return Moved(
         heads + length * (len(up) - serves) + sum(up) - own_up + others * own_down + dense,

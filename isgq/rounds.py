@@ -102,7 +102,7 @@ class Rounds(TwoPass):
         wanted = {name: (len(basis), blocks[name].columns) for name, basis in bases.items()}
         right = self._round(step, "right", wanted, coefficients)
         outgoing = super().encode(right)
-        found = super()._reduce(right, outgoing, super().agree(right, outgoing))
+        found = super()._reduce(right, outgoing, super()._agree_again(right, outgoing, headers))
         self.sizes.update(sizes)
         self.up, self.down = (
             [a + b for a, b in zip(*pair, strict=True)] for pair in zip(moved, (self.up, self.down), strict=True)

@@ -3,7 +3,7 @@
 See :mod:`isgq.aggregate` for the stations of a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -45,12 +45,19 @@ class TwoPass(Gather):
 
     def agree(self, step: Step, outgoing: Outgoing) -> list[Header]:
         """See :class:`Gather`. Each server alone is told what it will get, or headers would grow with the ranks."""
+        return self._announce(outgoing, lambda: super(TwoPass, self).agree(step, outgoing))
+
+    def _agree_again(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> list[Header]:
+        return self._announce(outgoing, lambda: super(TwoPass, self)._agree_again(step, outgoing, headers))
+
+    def _announce(self, outgoing: Outgoing, agree: Callable[[], list[Header]]) -> list[Header]:
+        """Tell the servers how long this rank's messages are, and hear it as a server, while all agree."""
         ranks, serves = self._exchange.world_size, self._exchange.rank < self.servers
         sizes = [message.numel() for message in outgoing.messages] or [0] * ranks
         lengths = [pack_length(size) if to < self.servers else NOTHING for to, size in enumerate(sizes)]
         pending = self._exchange.all_to_all(lengths, [LENGTH_BYTES if serves else 0] * ranks)
         try:
-            return super().agree(step, outgoing)
+            return agree()
         finally:
             told = pending.wait()
             self._incoming = [unpack_length(raw) for raw in told] if serves else [0] * ranks
@@ -60,7 +67,7 @@ class TwoPass(Gather):
         used = [any(flags) for flags in zip(*(header.used for header in headers), strict=True)]
         replies = [carrier for carrier in replies_of(step.carriers, self._down) if step.sends(carrier, used)]
         reply = self._reply(step, replies, headers, received)
-        answers = self._headers(step, reply, [])
+        answers = super()._agree_again(step, reply, headers)
         mine = reply.messages[0]
         lengths = [answer.length for answer in answers]
         down = self._exchange.all_to_all([mine] * self._exchange.world_size, lengths).wait()

@@ -8,12 +8,14 @@ Layout, little-endian, 16 bytes and a bitmap:
     ceil(parameters / 8) bytes: bit p set where parameter p got a gradient on this rank
 
 Where a rank sends a different message to each server, that length is 0 and each server gets its own as u32.
+
+Ranks that go on within a step, of which all have heard the rest, say 7 bytes: status, parameter and length.
 """
 
 import enum
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,6 +28,8 @@ NO_PARAMETER = 0xFFFF
 NEW_PLAN = 0xFFFE
 LENGTH_BYTES = 4
 _FIELDS = struct.Struct("<BBHIII")
+_NEWS = struct.Struct("<BHI")
+NEWS_BYTES = _NEWS.size
 
 
 def header_size(parameters: int) -> int:
@@ -35,7 +39,7 @@ def header_size(parameters: int) -> int:
 
 def pack_length(length: int) -> Tensor:
     """A message's length: uint8 ``[4]``."""
-    return torch.frombuffer(bytearray(length.to_bytes(LENGTH_BYTES, "little")), dtype=torch.uint8)
+    return _bytes(length.to_bytes(LENGTH_BYTES, "little"))
 
 
 def unpack_length(data: Tensor) -> int:
@@ -79,7 +83,23 @@ class Header:
         """uint8 ``[16 + ceil(parameters / 8)]``."""
         head = _FIELDS.pack(self.version, self.status, self.parameter, self.step % (1 << 32), self.digest, self.length)
         bits = np.packbits(np.asarray(self.used, dtype=bool), bitorder="little").tobytes()
-        return torch.frombuffer(bytearray(head + bits), dtype=torch.uint8)
+        return _bytes(head + bits)
+
+    def news(self) -> Tensor:
+        """Status, parameter and length alone: uint8 ``[7]``."""
+        return _bytes(_NEWS.pack(self.status, self.parameter, self.length))
+
+    def followed_by(self, data: Tensor) -> "Header":
+        """This header with the :meth:`news` of the same rank.
+
+        Raises:
+            WireError: wrong length or status.
+        """
+        raw = data.cpu().numpy().tobytes()
+        if len(raw) != NEWS_BYTES:
+            raise WireError(f"news within a step have {len(raw)} bytes, must have {NEWS_BYTES}")
+        status, parameter, length = _NEWS.unpack(raw)
+        return replace(self, status=_status(status), parameter=parameter, length=length)
 
     @staticmethod
     def unpack(data: Tensor, parameters: int) -> "Header":
@@ -95,8 +115,17 @@ class Header:
         version, status, parameter, step, digest, length = _FIELDS.unpack_from(raw)
         if version != PROTOCOL:
             raise WireError(f"step header of protocol {version}, this is protocol {PROTOCOL}")
-        if status not in list(Status):
-            raise WireError(f"step header has status {status}, known are {[s.value for s in Status]}")
+        known = _status(status)
         bits = np.frombuffer(raw, dtype=np.uint8, offset=_FIELDS.size)
         used = np.unpackbits(bits, count=parameters, bitorder="little").astype(bool)
-        return Header(Status(status), parameter, step, digest, length, used.tolist(), version)
+        return Header(known, parameter, step, digest, length, used.tolist(), version)
+
+
+def _status(code: int) -> Status:
+    if code not in list(Status):
+        raise WireError(f"step header has status {code}, known are {[s.value for s in Status]}")
+    return Status(code)
+
+
+def _bytes(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
