@@ -48,7 +48,7 @@ from isgq.wire import pack_message, unpack_message
 from isgq.wire.header import header_size
 from isgq.wire.template import Template
 
-_FRAME_BYTES = 33  # of a message besides its records: a frame's 16 and a session's 17
+_FRAME_BYTES = 22  # of a message besides its records: a frame's 5 and a session's 17
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from isgq.wire import Template, entropy, pack, pack_message, unpack, unpack_mess
 from isgq.wire.ans import ans_encode, frequencies
 from isgq.wire.bits import pack_symbols, packed_size, whole_digits
 from isgq.wire.entropy import Coder
-from isgq.wire.format import Kind, checksum, read_frame
+from isgq.wire.format import Kind, checksum, checksum_at, read_frame
 from isgq.wire.layout import Record, parts_of
 from isgq.wire.record import Digests
 from tests.wire.records import assert_same, examples, low_rank, pair, skewed, ternary
@@ -51,10 +51,11 @@ class Frame:
 
     def with_checksum(self) -> "Frame":
         """The same with the checksum put right."""
-        if len(self.data) < 8:
+        if not self.data or len(self.data) < checksum_at(self.data) + 4:
             return self
         crc = checksum(memoryview(self.data), self.template or Template(), self.digests).to_bytes(4, "little")
-        return Frame(self.data[:4] + crc + self.data[8:], self.digests, self.template)
+        at = checksum_at(self.data)
+        return Frame(self.data[:at] + crc + self.data[at + 4 :], self.digests, self.template)
 
 
 def tensor_of(data: bytes) -> Tensor:
@@ -70,7 +71,8 @@ def corpus() -> list[Frame]:
     template = Template.of([*records[:2], low_rank(30, 10, 3, "other")])
     messages = [Frame(bytes(pack_message(chosen)[0].numpy())) for chosen in (records, [], list(examples().values()))]
     digests = [tuple(part.digest for part in (*parts_of(record), *parts_of(record))[:2]) for record in records]
-    for own, known in ((digests, None), (digests, template), ([1, 2, 3, 4], template)):
+    whole = Template.of(records)  # so that the frame is a short one
+    for own, known in ((digests, None), (digests, template), ([1, 2, 3, 4], template), (digests, whole)):
         messages.append(Frame(bytes(pack_message(records, digests=own, template=known)[0].numpy()), own, known))
     return [Frame(bytes(frame.numpy())) for frame in frames] + messages
 

@@ -2,8 +2,9 @@
 
 ::
 
-    frame  := "IQ"  version 1  kind  crc32 (4 bytes, little-endian, of all other bytes)  body
-    body   := varint #names  text*  varint #layouts  layout*  varint #records  record*
+    frame  := "IQ"  version 1  kind  crc32 (4 bytes, little-endian, of all other bytes)  tables  record*
+            | 0xC0 + kind  crc32  record*, where a template says all the rest
+    tables := varint #names  text*  varint #layouts  layout*  varint #records
     record := form  digests  contents
     form   := 0, as the template says | 1 + reference to a layout  sizes
 
@@ -46,9 +47,10 @@ VERSION = 1
 
 _STANDS_ALONE = Template()
 _HEADER = struct.Struct("<2sBBI")
-_CHECKSUM_AT = 4
+_SHORT, _SHORT_MARK = struct.Struct("<BI"), 0xC0
+_CHECKSUM_BYTES = 4
 
-FRAME_BYTES = _HEADER.size + 3
+FRAME_BYTES = _SHORT.size
 """What a message takes besides its records, if both sides know its names and layouts."""
 
 
@@ -155,7 +157,13 @@ def checksum(frame: memoryview, template: Template = _STANDS_ALONE, digests: Dig
     for given in digests or ():
         for digest in (given,) if isinstance(given, int) else given:
             known = zlib.crc32(digest.to_bytes(8, "little"), known)
-    return zlib.crc32(frame[_HEADER.size :], zlib.crc32(frame[:_CHECKSUM_AT], known))
+    at = checksum_at(frame)
+    return zlib.crc32(frame[at + _CHECKSUM_BYTES :], zlib.crc32(frame[:at], known))
+
+
+def checksum_at(frame: memoryview | bytes | bytearray) -> int:
+    """Where a frame of a byte or more has its checksum: its last field before the tables, or the records."""
+    return (_SHORT.size if frame[0] >= _SHORT_MARK else _HEADER.size) - _CHECKSUM_BYTES
 
 
 def _write(
@@ -176,14 +184,19 @@ def _write(
             said = varint(1 + layouts[layout]) + write_sizes(sizes, layout)
         bodies.append([said, *write_record(record, coder, kind is Kind.IMPLIED)])
     new_names = list(names)[len(template.names) :]
-    frame = bytearray().join([
-        _HEADER.pack(MAGIC, VERSION, kind, 0),
-        *(varint(len(new_names)), *map(text, new_names)),
-        *(varint(len(new_layouts)), *new_layouts),
-        *(varint(len(bodies)), *(piece for body in bodies for piece in body)),
-    ])
-    struct.pack_into("<I", frame, _CHECKSUM_AT, checksum(memoryview(frame), template, digests))
+    if _says_all(template, len(new_names), len(new_layouts), len(bodies)):
+        head: Pieces = [_SHORT.pack(_SHORT_MARK | kind, 0)]
+    else:
+        head = [_HEADER.pack(MAGIC, VERSION, kind, 0), varint(len(new_names)), *map(text, new_names)]
+        head += [varint(len(new_layouts)), *new_layouts, varint(len(bodies))]
+    frame = bytearray().join([*head, *(piece for body in bodies for piece in body)])
+    struct.pack_into("<I", frame, checksum_at(frame), checksum(memoryview(frame), template, digests))
     return torch.frombuffer(frame, dtype=torch.uint8), [sum(map(len, body)) for body in bodies]
+
+
+def _says_all(template: Template, names: int, layouts: int, records: int) -> bool:
+    """Whether a frame with so many new names and layouts, and so many records, is short."""
+    return bool(template.forms) and not names and not layouts and records == len(template.forms)
 
 
 def _on_host(data: Tensor) -> Tensor:
@@ -196,9 +209,14 @@ def read_frame(data: Tensor, digests: Digests | None, template: Template) -> tup
     """Check the whole structure of a frame and say where its contents lie; WireError if it is malformed."""  # noqa: DOC501
     frame = data.numpy().data
     kind = _read_header(frame, template, digests)
-    reader = Reader(frame, _HEADER.size)
-    layouts = _read_layouts(reader, template)
-    count = reader.varint("number of records")
+    if frame[0] >= _SHORT_MARK:
+        reader, layouts, count = Reader(frame, _SHORT.size), list(template.layouts), len(template.forms)
+    else:
+        reader = Reader(frame, _HEADER.size)
+        names, layouts = _read_layouts(reader, template)
+        count = reader.varint("number of records")
+        if _says_all(template, names, len(layouts) - len(template.layouts), count):
+            raise WireError("frame writes out what its template says: it has to be a short one")
     if digests is not None and len(digests) != count:
         raise WireError(f"message has {count} records, digests for {len(digests)} were passed")
     if kind is Kind.PAYLOAD and count != 1:
@@ -215,8 +233,11 @@ def read_frame(data: Tensor, digests: Digests | None, template: Template) -> tup
     return kind, records
 
 
-def _read_layouts(reader: Reader, template: Template) -> list[Layout]:
-    """Layouts of the template, then of the frame; WireError if the frame's tables repeat or do not use an entry."""  # noqa: DOC501
+def _read_layouts(reader: Reader, template: Template) -> tuple[int, list[Layout]]:
+    """Number of names in the frame; layouts of the template, then of the frame.
+
+    WireError if the frame's tables repeat or do not use an entry.
+    """  # noqa: DOC501
     names = [*template.names, *(reader.text("name") for _ in range(reader.varint("number of names")))]
     use = References(len(names), "name", known=len(template.names))
     layouts = list(template.layouts)
@@ -224,7 +245,7 @@ def _read_layouts(reader: Reader, template: Template) -> list[Layout]:
     use.finish()
     if len(set(names)) < len(names) or len(set(layouts)) < len(layouts):
         raise WireError(f"tables of {len(names)} names and {len(layouts)} layouts hold one of them twice")
-    return layouts
+    return len(names) - len(template.names), layouts
 
 
 def _read_form(reader: Reader, layouts: Sequence[Layout], use: References, expected: Form | None) -> Form:
@@ -243,13 +264,21 @@ def _read_form(reader: Reader, layouts: Sequence[Layout], use: References, expec
 
 def _read_header(frame: memoryview, template: Template, digests: Digests | None) -> Kind:
     """The kind of a frame; WireError on anything but a frame of this version, whole and undamaged."""  # noqa: DOC501
-    if len(frame) < _HEADER.size:
-        raise WireError(f"{len(frame)} bytes are no frame: its header alone has {_HEADER.size}")
-    magic, version, kind, crc = _HEADER.unpack_from(frame)
-    if magic != MAGIC:
-        raise WireError(f"bytes begin with {magic!r}, a frame with {MAGIC!r}: not written by isgq")
-    if version != VERSION:
-        raise WireError(f"frame of version {version}, this is version {VERSION}: use the same isgq on every rank")
+    short = len(frame) > 0 and frame[0] >= _SHORT_MARK
+    least = _SHORT.size if short else _HEADER.size
+    if len(frame) < least:
+        raise WireError(f"{len(frame)} bytes are no frame: its header alone has {least}")
+    if short:
+        mark, crc = _SHORT.unpack_from(frame)
+        kind = mark - _SHORT_MARK
+        if not template.forms:
+            raise WireError("frame is a short one: pass template=, which says the rest")
+    else:
+        magic, version, kind, crc = _HEADER.unpack_from(frame)
+        if magic != MAGIC:
+            raise WireError(f"bytes begin with {magic!r}, a frame with {MAGIC!r}: not written by isgq")
+        if version != VERSION:
+            raise WireError(f"frame of version {version}, this is version {VERSION}: use the same isgq on every rank")
     if kind not in list(Kind):
         raise WireError(f"frame of kind {kind}; known: {', '.join(f'{k.value} {k.name.lower()}' for k in Kind)}")
     if kind == Kind.IMPLIED and digests is None:

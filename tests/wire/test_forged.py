@@ -139,10 +139,24 @@ def test_bools_are_zero_or_one() -> None:
 def test_the_form_of_the_template_has_one_spelling() -> None:
     template = Template.of([ternary()])
     data = bytes(pack_message([ternary()], template=template)[0].numpy())
-    assert data[8:12] == b"\x00\x00\x01\x00"
-    spelled = data[:11] + b"\x01\x02\x03\x01" + data[12:]
+    assert data[0] == 0xC2
+    assert data[5] == 0
+    spelled = data[:5] + b"\x01\x02\x03\x01" + data[6:]
     with pytest.raises(WireError, match="writes out the form"):
         Frame(spelled, None, template).with_checksum().read()
+    whole = HEADER[:3] + b"\x02" + data[1:5] + b"\x00\x00\x01" + data[5:]
+    with pytest.raises(WireError, match="has to be a short one"):
+        Frame(whole, None, template).with_checksum().read()
+
+
+def test_a_short_frame_says_nothing_without_its_template() -> None:
+    data = bytes(pack_message([ternary()], template=Template.of([ternary()]))[0].numpy())
+    for template in (None, Template()):
+        with pytest.raises(WireError, match="pass template="):
+            Frame(data, None, template).with_checksum().read()
+    for cut in range(1, 5):
+        with pytest.raises(WireError, match="its header alone has 5"):
+            Frame(data[:cut], None, Template.of([ternary()])).read()
 
 
 @pytest.mark.parametrize("alphabet", [1, 3])

@@ -227,11 +227,11 @@ def test_a_small_message_is_nearly_all_content() -> None:
     digests = [p.digest for p in many]
     data, sizes = pack_message(many, digests=digests, template=template)
     content = sum(len(pack_message([p], digests=[p.digest], template=Template.of([p]))[0]) for p in many)
-    structure_each = 11 + 1 + 2 * 2  # frame and counts; form; coder and length of two streams
+    structure_each = 5 + 1 + 2 * 2  # frame; form; coder and length of two streams
     content -= structure_each * len(many)
     assert 500 < content < 1000
     assert len(data) - content <= 0.05 * len(data)
-    assert len(data) - sum(sizes) == 11
+    assert len(data) - sum(sizes) == 5
     for before, after in zip(many, unpack_message(data, template=template, digests=digests), strict=True):
         assert_same(after, before)
 
@@ -253,7 +253,7 @@ def test_another_template_is_noticed() -> None:
         Template.of([ternary(12), pair()]),
         Template.of([ternary()]),
     ):
-        with pytest.raises(WireError, match="another template"):
+        with pytest.raises(WireError, match="another template" if template else "pass template="):
             unpack_message(data, template=template)
 
 
