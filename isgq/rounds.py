@@ -72,8 +72,12 @@ class Rounds(TwoPass):
     def __init__(self, exchange: Exchange, choice: Choice) -> None:
         if choice.subspace is None or choice.direct is None:
             raise OptionError(f"{choice.spec} has no common subspace")
+        turning = choice.subspace.turning
+        pairs = (turning, turning if choice.down == choice.direct else choice.down), (choice.direct, choice.down)
         # With decay=0 their memory is the error of the last tensor.
-        self._sent, self._served = (ErrorFeedback(each, decay=0.0) for each in (choice.direct, choice.down))
+        left, right = ([ErrorFeedback(each, decay=0.0) for each in pair] for pair in pairs)
+        self._sides: Mapping[_Side, Sequence[ErrorFeedback]] = {"left": left, "right": right}
+        self._sent, self._served = left
         servers = exchange.world_size if choice.aggregate == "two_pass" else 1
         super().__init__(exchange, None, self._served, servers)
         self._codec, self._memory, self._bases = choice.subspace, Memory(), Memory()
@@ -152,7 +156,9 @@ class Rounds(TwoPass):
         self, step: Step, side: _Side, shapes: Mapping[str, Sequence[int]], make: Callable[[str], Tensor]
     ) -> Step:
         """A step about other tensors of the same parameters."""
-        for codec in (self._sent, self._served):
+        self._sent, self._served = self._sides[side]
+        self._down = self._served
+        for codec in self._sides[side]:
             codec.load_state_dict({})
         likes = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
         carriers = direct_carriers(self._sent, likes, "tensor", [0] * self.servers)

@@ -32,10 +32,13 @@ class Subspace:
         rank: directions of each matrix; fewer is more aggressive. What would not become smaller is sent as it is.
         step: of everything that is sent, in units of its root mean square (:class:`isgq.codecs.ecsq.ECSQ`), at most 4;
             larger is more aggressive.
+        turn: the same of what turns the directions, the left round of :mod:`isgq.rounds`, over ``step``: it is fewer
+            bytes, and worth more of them.
     """
 
     rank: int = 4
     step: float = 1.0
+    turn: float = 0.6
     name: ClassVar[str]
     unbiased: ClassVar[bool] = False
 
@@ -44,11 +47,18 @@ class Subspace:
             raise OptionError(f"rank={self.rank} of subspace must be 1 or more")
         if not _FINEST <= self.step <= _COARSEST:
             raise OptionError(f"step={self.step} of subspace must be in {_FINEST} .. {_COARSEST}")
+        if not _FINEST <= self.turn * self.step <= _COARSEST:
+            raise OptionError(f"turn={self.turn} of subspace: turn x step must be in {_FINEST} .. {_COARSEST}")
 
     @property
     def projections(self) -> ECSQ:
-        """The codec of what is sent."""
+        """The codec of what is sent in the right round."""
         return ECSQ(step=self.step, dither=False)
+
+    @property
+    def turning(self) -> ECSQ:
+        """The codec of what is sent in the left round."""
+        return ECSQ(step=self.turn * self.step, dither=False)
 
     def directions(self, shape: Sequence[int]) -> int:
         """How many directions a gradient of this shape gets; 0 where it is sent as it is."""
