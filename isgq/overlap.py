@@ -114,7 +114,8 @@ class Overlapped(Gather):
     ) -> None:
         super().__init__(exchange, codec, pair)
         self._beside, self._windows, self._cap = exchange.beside(), windows, cap_mb
-        self._thread = ThreadPoolExecutor(1, "isgq-overlap")
+        device = (torch.cuda.current_device(),) if torch.cuda.is_available() else ()
+        self._thread = ThreadPoolExecutor(1, "isgq-overlap", torch.cuda.set_device if device else None, device)
         self._ahead: _Ahead | None = None
 
     # ---- during the backward pass
