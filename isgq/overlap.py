@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -114,8 +115,8 @@ class Overlapped(Gather):
     ) -> None:
         super().__init__(exchange, codec, pair)
         self._beside, self._windows, self._cap = exchange.beside(), windows, cap_mb
-        device = (torch.cuda.current_device(),) if torch.cuda.is_available() else ()
-        self._thread = ThreadPoolExecutor(1, "isgq-overlap", torch.cuda.set_device if device else None, device)
+        on_device = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
+        self._thread = ThreadPoolExecutor(1, "isgq-overlap", on_device)
         self._ahead: _Ahead | None = None
 
     # ---- during the backward pass
