@@ -101,6 +101,6 @@ def _check_overlap(cap_mb: float, aggregate: AggregateName, sync: str) -> None:
         raise OptionError(f"bucket_cap_mb={cap_mb} must be a positive number of MiB, or None to send nothing ahead")
     if aggregate != "gather" or sync != "backward":
         raise OptionError(
-            f"bucket_cap_mb={cap_mb} sends ahead during backward, in one pass: it takes aggregate='gather' and "
-            f"sync='backward', got {aggregate!r} and {sync!r}"
+            f"bucket_cap_mb={cap_mb} sends ahead during backward, in one pass: it takes aggregate='gather', no "
+            f"subspace (which makes two passes) and sync='backward', got {aggregate!r} and {sync!r}"
         )
