@@ -27,7 +27,7 @@ SPECS = (
     "top_k:k=0.01",
     "top_k:k=0.01,values=float16",
     "rtop_k:r=0.04,k=0.01",
-    "random_k:k=0.01",
+    "random_k:k=0.05",
     "eus:m=0.01",
     "error_feedback(top_k:k=0.01)",
     "error_feedback(sign)",

@@ -145,17 +145,22 @@ def layers_table(
         precision: standard error, relative to the mean, of the errors that have a closed form.
     """
     shares = launch(_measure_share, processes, args=(recipe, tuple(specs), cache, precision), timeout=_PATIENCE)
-    rows = itertools.chain.from_iterable(itertools.zip_longest(*shares))
-    return Table("layers", "Every codec on every layer", _COLUMNS, [line for line in rows if line is not None])
+    rows = dict(itertools.chain.from_iterable(shares))
+    return Table("layers", "Every codec on every layer", _COLUMNS, [rows[i] for i in sorted(rows)])
 
 
-def _measure_share(recipe: Recipe, specs: Sequence[str], cache: Path, precision: float) -> list[list[Cell]]:
-    """Every so many-th row, from the factors in the cache."""
+def _measure_share(recipe: Recipe, specs: Sequence[str], cache: Path, precision: float) -> list[tuple[int, list[Cell]]]:
+    """Numbered rows, from the factors in the cache; whoever is free takes the next, as some take much longer."""
     work = list(itertools.product(each(recipe.capture(cache)), specs))
-    rank, processes = dist.get_rank(), dist.get_world_size()
+    group, rows = dist.group.WORLD, []
+    assert group is not None
     tqdm.set_lock(threading.RLock())  # its own is a system semaphore, which outlives a rank that is ended
-    bar = tqdm(work[rank::processes], desc="measuring", unit="mean", disable=rank > 0)
-    return [row(step, layer, spec, *measure_with_theory(spec, layer, precision)) for (step, layer), spec in bar]
+    with tqdm(total=len(work), desc="measuring", unit="mean", disable=dist.get_rank() > 0) as bar:
+        while (number := group.get_group_store().add("isgq/measured", 1) - 1) < len(work):
+            (step, layer), spec = work[number]
+            rows.append((number, row(step, layer, spec, *measure_with_theory(spec, layer, precision))))
+            bar.update(number + 1 - bar.n)
+    return rows
 
 
 def totals_table(table: Table) -> Table:

@@ -77,7 +77,7 @@ def instrument(
 
     Raises:
         InstrumentError: the model is instrumented already, wrapped, sharded, compiled, or has no trainable parameter.
-        OptionError: unknown codec or option.
+        OptionError: unknown codec or option, or a name or pattern in ``skip`` that means no parameter.
         MismatchError: the ranks disagree on model, codec, seed or version.
         ExchangeError: a rank is missing.
     """
@@ -86,9 +86,23 @@ def instrument(
         _check_overlap(bucket_cap_mb, choice.aggregate, sync)
     scale, skips = LossScale(scaler), skip_weight_grad
     return Session(
-        *(model, choice, exchange, predicate(skip), routes, sync, seed, scale),
+        *(model, choice, exchange, _checked(skip, model), routes, sync, seed, scale),
         *(check_replicas, skips, bucket_cap_mb, log),
     )
+
+
+def _checked(skip: str | Collection[str] | Callable[[str], bool], model: nn.Module) -> Callable[[str], bool]:
+    """The predicate; OptionError where a name or pattern means no parameter, which would go unnoticed."""  # noqa: DOC501
+    chosen, names = predicate(skip), [name for name, _ in model.named_parameters()]
+    wrong = [name for name in skip if name not in names] if not isinstance(skip, str) and not callable(skip) else []
+    if isinstance(skip, str) and not any(map(chosen, names)):
+        wrong = [skip]
+    if wrong:
+        raise OptionError(
+            f"skip={', '.join(map(repr, wrong))}: no parameter of the model is meant; there are {', '.join(names[:8])}"
+            + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        )
+    return chosen
 
 
 def _check_overlap(cap_mb: float, aggregate: AggregateName, sync: str) -> None:
@@ -97,7 +111,7 @@ def _check_overlap(cap_mb: float, aggregate: AggregateName, sync: str) -> None:
     Raises:
         OptionError: always then.
     """
-    if not 0 < cap_mb < float("inf"):
+    if isinstance(cap_mb, str) or not 0 < cap_mb < float("inf"):
         raise OptionError(f"bucket_cap_mb={cap_mb} must be a positive number of MiB, or None to send nothing ahead")
     if aggregate != "gather" or sync != "backward":
         raise OptionError(

@@ -278,6 +278,15 @@ def test_unknown_options_are_named(option: dict[str, Any]) -> None:
         isgq.instrument(make(), **option)
 
 
+@pytest.mark.parametrize("skip", ["nothing here", ["0.weight", "9.weight"], {"weight"}])
+def test_what_is_skipped_must_be_there(skip: Any) -> None:
+    with pytest.raises(
+        OptionError, match=r"no parameter of the model is meant; there are 0\.weight, 0\.bias, 2\.weight"
+    ):
+        isgq.instrument(make(), skip=skip)
+    isgq.instrument(make(), skip="").close()  # a pattern that means all
+
+
 def test_a_thawed_parameter_is_refused() -> None:
     model = make()
     model[0].requires_grad_(False)
