@@ -20,10 +20,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from isgq.agreement import check_headers
+from isgq.agreement import check_headers, check_replicas, replica_digests
 from isgq.codecs.feedback import memory_of
 from isgq.core.codec import Codec, PairCodec, Stateful, learned_by
-from isgq.core.errors import NonFiniteError
+from isgq.core.errors import MismatchError, NonFiniteError
 from isgq.core.keys import Key
 from isgq.correspondence import Correspondence
 from isgq.exchange import Exchange
@@ -58,6 +58,7 @@ class Step:
         say: takes what the user should know.
         new_plan: whether this rank asks for a new plan.
         planned: whether these carriers were made before the step, so that all ranks could send some ahead.
+        doubted: position of a parameter whose compression this rank does not trust any more; see :mod:`isgq.doubts`.
     """
 
     number: int
@@ -70,6 +71,7 @@ class Step:
     say: Callable[[str], None] = lambda _: None
     new_plan: bool = False
     planned: bool = False
+    doubted: Callable[[], int] = lambda: NO_PARAMETER
 
     @functools.cached_property
     def index(self) -> Mapping[str, int]:
@@ -225,6 +227,19 @@ class Gather:
             raise refusal from outgoing.error
         return headers
 
+    def compare(self, parameters: Mapping[str, Tensor], headers: Sequence[Header]) -> None:
+        """Compare hashes of the parameters between all ranks. A collective call.
+
+        Raises:
+            MismatchError: they differ.
+        """
+        gathered = self._gathered(replica_digests(parameters.values()))
+        try:
+            check_replicas(gathered, headers, list(parameters))
+        except MismatchError:
+            self.rollback()
+            raise
+
     def reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
         """The mean gradients by parameter name, in at least float32, of all that some rank has sent a record for.
 
@@ -296,8 +311,9 @@ class Gather:
 def header_of(step: Step, outgoing: Outgoing) -> Header:
     """This rank's header; of several messages, their lengths travel apart."""
     length = outgoing.messages[0].numel() if len(outgoing.messages) == 1 else 0
-    asks = step.new_plan and outgoing.status is Status.OK
-    parameter = NEW_PLAN if asks else outgoing.parameter
+    parameter = outgoing.parameter
+    if outgoing.status is Status.OK:
+        parameter = NEW_PLAN if step.new_plan else step.doubted()
     return Header(outgoing.status, parameter, step.number, step.digest, length, step.used)
 
 

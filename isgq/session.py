@@ -19,7 +19,7 @@ from torch import nn
 
 from isgq.aggregate import Observer, Outgoing, Step, once
 from isgq.aggregation import aggregation
-from isgq.agreement import check_introductions, check_replicas, introduce, plan_digest, replica_digests
+from isgq.agreement import check_introductions, introduce, plan_digest
 from isgq.asynchronous import SERVER, Server, Service, Worker, check_bound
 from isgq.auto import Sizes
 from isgq.backward import BackwardWatch
@@ -27,6 +27,7 @@ from isgq.bandwidth import Messages
 from isgq.choice import Choice, check_option
 from isgq.core.errors import InstrumentError, MismatchError, OptionError, PeerNonFiniteError
 from isgq.core.payload import Factors
+from isgq.doubts import Doubts
 from isgq.exchange import Channel, Exchange, Loopback, TorchExchange
 from isgq.instrumented import Occupation, check_free
 from isgq.layers.capture import Capture, Unit, find_units
@@ -87,6 +88,7 @@ class Session:
         self._sizes, self._outdated = Sizes(), False
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = list(self._parameters)
+        self._doubts = Doubts(self._names)
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._units, self._reasons = ([], {}) if self._policy == "dense" else find_units(model, skip)
         self._windows = {name: Window(name, p) for name, p in self._parameters.items()}
@@ -206,6 +208,7 @@ class Session:
             factored = {carrier.name for carrier in self._carriers if isinstance(carrier, FactorCarrier)}
             self._sparing.factored = frozenset(factored if self._skips else ())
         asks = self._choice.auto is not None and self._sizes.asks(captured_size(self._windows))
+        self._doubts.apply(self._carriers)
         step = replace(self._step(), new_plan=asks, planned=planned)
         outgoing = refusal(self._windows, self._is_dense, self._frozen) or self._aggregate.encode(step)
         if outgoing.status is Status.OK:
@@ -221,18 +224,9 @@ class Session:
             return False
         self._present = present
         if self._check_every and self.step % self._check_every == 0:
-            self._compare_replicas(headers)
+            self._aggregate.compare(self._parameters, headers)
         self._apply(step, outgoing, headers)
         return True
-
-    def _compare_replicas(self, headers: Sequence[Header]) -> None:
-        mine = replica_digests(self._parameters.values())
-        gathered = self._exchange.all_gather(mine, [mine.numel()] * self._exchange.world_size).wait()
-        try:
-            check_replicas(gathered, headers, self._names)
-        except MismatchError:
-            self._aggregate.rollback()
-            raise
 
     def _apply(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> None:
         used = [any(header.used[i] for header in headers) for i in range(len(self._names))]
@@ -251,6 +245,7 @@ class Session:
         self._account(self._aggregate.sizes, dense)
         self._aggregate.commit()
         self._outdated = any(header.parameter == NEW_PLAN for header in headers)
+        self._doubts.hear(headers, self._exchange.rank, self._say)
         self.step += 1
 
     def _make_carriers(self, servers: int) -> list[Carrier]:
@@ -259,10 +254,8 @@ class Session:
     def _step(self) -> Step:
         digest = plan_digest(self._choice.spec, [line.codec or line.route for line in self.plan.lines])
         used, gradients = [self._windows[name].touched for name in self._names], Contributions(self._windows)
-        return Step(
-            *(self.step, digest, self._seed, self._names, used, self._carriers, gradients, self._say),
-            planned=self._planned,
-        )
+        state = self.step, digest, self._seed, self._names, used, self._carriers, gradients, self._say
+        return Step(*state, planned=self._planned, doubted=self._doubts.next)
 
     @property
     def _planned(self) -> bool:
@@ -280,6 +273,10 @@ class Session:
     def observe(self, observer: Observer | None) -> None:
         """Show each step's records to an observer, such as :class:`isgq.Telemetry`; None ends that."""
         self._aggregate.observer = observer
+
+    def doubt(self, name: str, reason: str) -> None:
+        """Let a gradient travel whole, from this rank's next step on and soon from all; InstrumentError if unknown."""
+        self._doubts.add(name, reason)
 
     def messages(self) -> Messages:
         """Sizes of the last step's messages, for :func:`isgq.bandwidth.predict`."""
@@ -342,6 +339,7 @@ class Session:
             "rank": self._exchange.rank,
             "world_size": self._exchange.world_size,
             "plan": [vars(line) for line in self.plan.lines],
+            "doubts": dict(self._doubts.reasons),
             "memory": self._aggregate.save_memories(),
         }
 
@@ -366,6 +364,7 @@ class Session:
         if unknown := [line.name for line in plan.lines if line.name not in self._parameters]:
             raise MismatchError(f"the state was saved for another model: it has {', '.join(unknown)}")
         self.step, self.plan, self._carriers = int(own["step"]), plan, []
+        self._doubts.load(own.get("doubts", {}))
         memories = own["memory"]
         if own["world_size"] != ranks:
             memories, report = resized(states, self._shards, rank, ranks, resize)

@@ -9,9 +9,8 @@ All ranks may write to one file: every observed step of every rank is one line, 
 A step that the ranks refused, or that a resumed run takes again, has its line again: the last one counts. Nothing is
 measured, kept or written in the steps between, and a session without telemetry does not know of it.
 
-With ``alarm=``, a gradient whose compression leaves out more than that travels whole from then on, and with it what was
-left out before. The ranks need not agree on it: each watches its own gradients, and a record says itself how to read
-it, so all still hold the same bits.
+With ``alarm=``, a gradient whose compression leaves out more than that on this rank travels whole from then on, and
+with it what was left out before; soon after on all ranks, see :mod:`isgq.doubts`.
 """
 
 import json
@@ -136,8 +135,8 @@ class Telemetry:
         every: how many steps are between two that are observed.
         path: takes one line a step; None for none.
         alarm: what may be left out of a gradient: its NMSE or, where there is memory, the squared norm of that over
-            the gradient's. If it is more in three observed steps in a row, this rank's gradient travels whole from
-            then on, which the session's log says once. None for never.
+            the gradient's. If it is more in three observed steps in a row, the gradient travels whole from then on, on
+            this rank at once and on the others within some steps, which all sessions' logs say once. None for never.
         board: takes ``isgq/WHAT/PARAMETER`` as curves, e.g. ``torch.utils.tensorboard.SummaryWriter()``, which needs
             the package ``tensorboard``. None for none.
 
@@ -162,7 +161,7 @@ class Telemetry:
             raise OptionError("telemetry is for records of gradients: it cannot observe a session with codec subspace")
         self._every, self._alarm, self._board = every, alarm, board
         self._above: dict[str, int] = defaultdict(int)  # observed steps in a row above the alarm, by parameter
-        self._distrusted: dict[str, str] = {}
+        self._session = session
         self._path = Path(path) if path is not None else None
         try:
             if self._path is not None:
@@ -204,10 +203,10 @@ class Telemetry:
                 continue
             what, share = each.left_out
             self._above[carrier.name] = self._above[carrier.name] + 1 if share > alarm else 0
-            if carrier.name in self._distrusted or self._above[carrier.name] == _IN_A_ROW:
+            if self._above[carrier.name] == _IN_A_ROW:
                 reason = f"its {what} has been above {alarm:g} up to step {step.number}"
-                carrier.distrusted = self._distrusted.setdefault(carrier.name, reason)
-                step.say(f"{carrier.name} travels whole from now on: {carrier.distrusted}")
+                self._session.doubt(carrier.names[0], reason)
+                step.say(f"{carrier.name} travels whole from now on: {reason}")
 
     def _append(self, line: bytes) -> None:
         """In one piece, so that lines of several ranks do not mix."""

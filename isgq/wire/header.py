@@ -3,7 +3,8 @@
 Layout, little-endian, 16 bytes and a bitmap:
 
     u8  protocol version        u8  status (0 ok, else why this rank cannot take part)
-    u16 parameter the status is about (0xFFFF: none; 0xFFFE: none, and this rank asks for a new plan)
+    u16 parameter the status is about, with status 0 one whose compression this rank does not trust any more
+        (0xFFFF: none; 0xFFFE: none, and this rank asks for a new plan)
     u32 step                    u32 digest of plan and codec          u32 length of the message that follows
     ceil(parameters / 8) bytes: bit p set where parameter p got a gradient on this rank
 
