@@ -201,7 +201,7 @@ def train_all(steps: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reports() -> list[Mapping[str, Any]]:
-    return launch(train_all, WORLD, args=(30,), timeout=60)
+    return launch(train_all, WORLD, args=(12,), timeout=60)
 
 
 @pytest.mark.parametrize("mode", MODES)

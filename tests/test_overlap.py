@@ -127,7 +127,7 @@ def replicas(specs: Sequence[str]) -> list[tuple[bool, bool, int, int]]:
         for cap in (None, TINY):
             model = deep()
             with isgq.instrument(model, spec, bucket_cap_mb=cap, log=lambda _: None) as session:
-                found.append(run(model, 5, rank))
+                found.append(run(model, 4, rank))
                 traffic = session.traffic
                 sent.append(traffic.sent)
                 assert traffic.sent == traffic.setup + sum(traffic.by_parameter.values()) + traffic.overhead
@@ -139,8 +139,8 @@ def replicas(specs: Sequence[str]) -> list[tuple[bool, bool, int, int]]:
     return report  # type: ignore[return-value]
 
 
-def test_all_codecs_give_the_same_bits_on_three_ranks() -> None:
-    for report in launch(replicas, 3, args=(SPECS,), timeout=60):
+def test_all_codecs_give_the_same_bits_on_two_ranks() -> None:
+    for report in launch(replicas, 2, args=(SPECS,), timeout=60):
         for spec, (equal, same, plain, ahead) in zip(SPECS, report, strict=True):
             assert equal, spec
             assert same, spec
