@@ -21,11 +21,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 import data
 import isgq
 import models
+from analysis.report import draw, style
 from benchmarks.methods import Share, build
 from isgq.core.keys import Key, random_int32
 from isgq.core.payload import Factors
@@ -145,6 +147,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, help="instead of epochs")
     parser.add_argument("--standardize", action="store_true", help="pixels of mean 0 and deviation 1")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
+    parser.add_argument("--figure", type=Path, help="draw loss against bytes, a PNG")
     options = parser.parse_args(arguments)
     results: list[Result] = []
     for seed, size, method, rate in itertools.product(options.seeds, options.sizes, options.methods, options.rates):
@@ -157,6 +160,19 @@ def main(arguments: Sequence[str]) -> None:
             content = {"command": command, "simulated_workers": True, "versions": versions}
             options.out.write_text(json.dumps(content | {"runs": [asdict(r) for r in results]}, indent=1) + "\n")
     print(f"simulated workers: one process, real messages\n\n{table(results)}")
+    if options.figure is not None:
+        options.figure.write_bytes(draw("frontier", "Loss against bytes", lambda axes: _paint(axes, results)).png)
+
+
+def _paint(axes: Axes, results: Sequence[Result]) -> None:
+    """Loss against bytes, a point a run."""
+    axes.set_xscale("log")
+    axes.set_xlabel("bytes that a worker sends and receives in a step")
+    axes.set_ylabel("loss on test images")
+    for i, method in enumerate(dict.fromkeys(r.method for r in results)):
+        mine = [r for r in results if r.method == method]
+        look = style(i) | {"linestyle": "none", "label": method}
+        axes.plot([r.moved for r in mine], [r.test_loss for r in mine], **look)
 
 
 if __name__ == "__main__":

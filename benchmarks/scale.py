@@ -18,7 +18,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,11 @@ from torch import Tensor, nn
 from benchmarks.contenders import Task, workload
 from data import DataError
 from isgq.aggregate import AggregateName
-from isgq.bandwidth import Link, Messages, predict
+from isgq.bandwidth import Link, Messages, predict, shared
 from isgq.bench import measure
 from isgq.core.errors import IsgqError
 from isgq.costs import ddp_seconds
 from isgq.forecast import pass_times
-from isgq.wire.format import FRAME_BYTES
 from models import ModelError
 
 WORKERS = tuple(2**i for i in range(1, 11))
@@ -49,12 +47,6 @@ METHODS = (
 _DECODED = 8  # workers whose messages are received for the measurement
 
 
-def parts(size: int, shards: int, frame: int) -> list[int]:
-    """Sizes of the messages that one of this size becomes when all but its frame is cut for so many servers."""
-    cuts = [(size - frame) * i // shards for i in range(shards + 1)]
-    return [frame + b - a for a, b in pairwise(cuts)]
-
-
 def moved(aggregate: AggregateName, messages: Messages, workers: int) -> float:
     """Bytes that a worker sends, or receives if that is more, plain gradients in rings.
 
@@ -63,10 +55,7 @@ def moved(aggregate: AggregateName, messages: Messages, workers: int) -> float:
         messages: of a worker, about a single shard.
         workers: how many.
     """
-    cut, frames = messages, FRAME_BYTES * messages.rounds
-    if aggregate == "two_pass":
-        up, down = (parts(size, workers, frames) for [size] in (messages.up, messages.down))
-        cut = replace(messages, up=up, down=down)
+    cut = shared(messages, workers) if aggregate == "two_pass" else messages
     whole = predict(aggregate, replace(cut, dense=0), workers, 0)
     sent = whole.sent if aggregate != "gather" else (workers - 1) * whole.sent
     return max(sent, whole.received) + Link(1.0).reduce_seconds(messages.dense, workers)

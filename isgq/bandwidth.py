@@ -7,8 +7,8 @@ With up_s the message about shard s, down_s the server's reply, h the header, al
                        receives (N-1) (h + 4 + up_r + h') + sum_(s != r) down_s
     server      the same with one shard, of rank 0
 
-In a common subspace (:mod:`isgq.rounds`) there are two such rounds: twice the headers, and messages that are those of
-both together.
+In a common subspace (:mod:`isgq.rounds`) there are two such rounds: three short headers h' and one h, and messages that
+are those of both together.
 
 Plain gradients of parameters that no codec carries are handed over and received once more (an all-reduce). A message
 is counted once when it is handed to an all-gather, and once for each receiver when it is handed to an all-to-all. What
@@ -18,10 +18,12 @@ an asynchronous worker moves is h + 8 + up and h + 8 + down in a step of its own
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from isgq.aggregate import AggregateName
 from isgq.core.errors import OptionError
+from isgq.wire.format import FRAME_BYTES
 from isgq.wire.header import LENGTH_BYTES, NEWS_BYTES, header_size
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
@@ -62,6 +64,17 @@ class Moved:
     sent: int
     received: int
     rounds: int
+
+
+def shared(messages: Messages, servers: int) -> Messages:
+    """About what messages of two passes with one server become with so many: all but their frames is cut."""
+    frames = FRAME_BYTES * messages.rounds
+
+    def cut(size: int) -> list[int]:
+        ends = [(size - frames) * i // servers for i in range(servers + 1)]
+        return [frames + b - a for a, b in pairwise(ends)]
+
+    return replace(messages, up=cut(*messages.up), down=cut(*messages.down))
 
 
 def predict(aggregate: AggregateName, messages: Messages, workers: int, rank: int) -> Moved:

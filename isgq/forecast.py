@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from isgq.auto import Auto
 from isgq.backward import BackwardWatch
-from isgq.bandwidth import Link, Messages, Moved, predict
+from isgq.bandwidth import Link, Messages, Moved, predict, shared
 from isgq.core.errors import OptionError
 from isgq.core.payload import Factors
 from isgq.costs import DENSE, Estimate, ddp_seconds, explain, step_seconds
@@ -31,6 +31,24 @@ from isgq.wire.format import FRAME_BYTES
 from isgq.wire.header import header_size
 
 _ROUNDS = 4  # passes, of which the fastest counts
+_SUBSPACE = "subspace"
+
+
+@dataclass(frozen=True)
+class InSubspace:
+    """What a step takes in a common subspace (:mod:`isgq.rounds`), whose error no single step tells.
+
+    Attributes:
+        moved: bytes of a worker.
+        codec: seconds, measured.
+    """
+
+    moved: Moved
+    codec: float
+
+    def seconds(self, link: Link) -> float:
+        """Codec, and link as a model."""
+        return self.codec + link.seconds(self.moved)
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,7 @@ class Forecast:
         forward: seconds, measured.
         backward: seconds, measured.
         hooks: seconds that a session adds to them without any codec, measured.
+        subspace: what another kind of session would take.
     """
 
     codec: str
@@ -56,6 +75,7 @@ class Forecast:
     forward: float
     backward: float
     hooks: float
+    subspace: InSubspace
 
     @property
     def dense_size(self) -> int:
@@ -120,7 +140,12 @@ class Forecast:
         parts = {"forward": self.forward, "backward": self.backward, "hooks": self.hooks}
         computing = " + ".join(f"{part} {1e3 * seconds:.1f}" for part, seconds in parts.items())
         total = f"{self.workers} workers over {self.link}: {computing} + codec {codec:.1f} + link {link:.1f} ms"
-        return "\n".join([*map(str.rstrip, lines), total, self.verdict])
+        moved, common = self.subspace.moved, 1e3 * self.subspace.seconds(self.link)
+        other = (
+            f"in a common subspace instead: {moved.sent:,} bytes up, {moved.received:,} down, {common:.1f} ms of codec "
+            f'and link; what it leaves out it makes up for later: isgq.instrument(model, "{_SUBSPACE}")'
+        )
+        return "\n".join([*map(str.rstrip, lines), total, other, self.verdict])
 
     def _lines(self) -> Sequence[tuple[str, float, Sequence[Estimate], Estimate]]:
         decision = self.decision
@@ -148,6 +173,12 @@ class Forecast:
                 "ddp": self.ddp,
             },
             "bytes": {"sent": self.moved.sent, "received": self.moved.received, "dense": self.dense_size},
+            "subspace": {
+                "codec": _SUBSPACE,
+                "sent": self.subspace.moved.sent,
+                "received": self.subspace.moved.received,
+                "seconds": self.subspace.seconds(self.link),
+            },
             "error": self.error,
             "compress": self.compress,
         }
@@ -203,6 +234,8 @@ def plan(
         forwards, backwards = pass_times(forward)
         with instrument(copied, DENSE, exchange=Loopback()):
             with_hooks = sum(pass_times(forward))
+        with instrument(copied, _SUBSPACE, exchange=Loopback(), seed=seed) as session:
+            common, messages = sum(pass_times(forward)), session.messages()
         units, reasons = find_units(copied, lambda name: False)
         windows = {name: Window(name, p) for name, p in copied.named_parameters() if p.requires_grad}
         _capture(copied, units, windows, forward)
@@ -210,7 +243,9 @@ def plan(
         decision = decide_automatically(items, look(items, auto, windows, seed)[None], auto, windows, workers)
         decision = measure_chosen(decision, auto, windows, seed)
     hooks = max(0.0, with_hooks - forwards - backwards)
-    return Forecast(spec, workers, found, decision, len(windows), forwards, backwards, hooks)
+    moved = predict("two_pass", shared(messages, workers), workers, 0)
+    subspace = InSubspace(moved, max(0.0, common - forwards - backwards))
+    return Forecast(spec, workers, found, decision, len(windows), forwards, backwards, hooks, subspace)
 
 
 def pass_times(forward: Callable[[], Tensor]) -> tuple[float, float]:

@@ -137,12 +137,15 @@ def test_the_frontier_trains_with_real_messages(tmp_path, capsys):
         "2x1000",
         "--out",
         str(tmp_path / "f.json"),
+        "--figure",
+        str(tmp_path / "f.png"),
     ]
     frontier(["--methods", *methods, *options])
     report = json.loads((tmp_path / "f.json").read_text())
     runs = {run["method"]: run for run in report["runs"]}
     assert list(runs) == methods
     assert report["simulated_workers"]
+    assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
     assert runs["dense"]["bytes"] == 4 * 266610
     # sent without loss, the factors give the same gradients up to the order of sums
     assert runs["exact"]["test_loss"] == pytest.approx(runs["dense"]["test_loss"], rel=1e-3)

@@ -17,8 +17,8 @@ import isgq
 from benchmarks.contenders import Task, ring_gather, ring_reduce
 from benchmarks.links import Steps, main, measure, reached, row, table
 from benchmarks.machines import launch_on, machines, reason_against
-from benchmarks.scale import moved, parts
-from isgq.bandwidth import Link
+from benchmarks.scale import moved
+from isgq.bandwidth import Link, Messages, shared
 from isgq.core.errors import OptionError, RankError
 from isgq.launch import launch
 
@@ -188,5 +188,6 @@ def test_bytes_at_scale_are_those_of_the_ledger_for_few_workers() -> None:
 
 
 def test_parts_are_all_there_is() -> None:
-    assert parts(111, 4, 11) == [36, 36, 36, 36]
-    assert sum(parts(110, 7, 10)) == 100 + 7 * 10
+    cut = shared(Messages([105], [110], 3, 2), 4)
+    assert (cut.up, cut.dense) == ([30, 30, 30, 30], 3)
+    assert sum(cut.down) == 105 + 4 * 5
