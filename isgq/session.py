@@ -84,7 +84,7 @@ class Session:
         self._carriers: list[Carrier] = []
         self._start_bytes = (self._exchange.sent, self._exchange.received)
         self.traffic, self.plan, self.step = Traffic(), Plan(), 0
-        self._sizes, self._outdated = Sizes(), False
+        self._sizes, self._outdated, self._local_only = Sizes(), False, False
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = list(self._parameters)
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
@@ -96,7 +96,6 @@ class Session:
             check_bound(choice.max_staleness, self._exchange.world_size - 1)
             self._channels = self._exchange.star()
         self._aggregate = aggregation(choice, self._exchange, self._windows, self._channels, bucket_cap_mb)
-        self._local_only = False
         self._present = [True] * self._exchange.world_size  # which ranks had a batch in the last step
         self._backward = BackwardWatch(model, self._windows.values(), self._backward_ended, self._arrived)
         self._skips = skip_weight_grad and sync == "backward"
@@ -189,9 +188,10 @@ class Session:
             if not self._scale.absorbs_overflow(self._windows.values()):
                 raise
             return True
-        finally:
+        finally:  # what a step leaves that was refused or broke off
+            self._aggregate.withdraw()
             for window in self._windows.values():
-                window.settle()  # what a refused step leaves
+                window.settle()
 
     def _try_step(self, status: Status) -> bool:
         scale = self._scale.value
@@ -274,8 +274,9 @@ class Session:
     def _account(self, sizes: Mapping[str, int], dense: Sequence[Window]) -> None:
         sent, received = self._exchange.sent - self._start_bytes[0], self._exchange.received - self._start_bytes[1]
         pieces = [*sizes.items(), *((w.name, w.parameter.numel() * w.parameter.element_size()) for w in dense)]
-        whole = sum(p.numel() * p.element_size() for p in self._parameters.values())
-        self.traffic.record(sent, received, pieces, whole)
+        self.traffic.record(
+            sent, received, pieces, sum(p.numel() * p.element_size() for p in self._parameters.values())
+        )
 
     def observe(self, observer: Observer | None) -> None:
         """Show each step's records to an observer, such as :class:`isgq.Telemetry`; None ends that."""
@@ -335,6 +336,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: step number, seed, codecs, plan and memories. Plain types and tensors only."""
+        self._aggregate.withdraw()
         return {
             "step": self.step,
             "seed": self._seed,
@@ -365,6 +367,7 @@ class Session:
         plan = Plan(tuple(Line(**line) for line in own["plan"]))
         if unknown := [line.name for line in plan.lines if line.name not in self._parameters]:
             raise MismatchError(f"the state was saved for another model: it has {', '.join(unknown)}")
+        self._aggregate.abandon(self._step())
         self.step, self.plan, self._carriers = int(own["step"]), plan, []
         memories = own["memory"]
         if own["world_size"] != ranks:
