@@ -185,13 +185,13 @@ class Session:
         try:
             return self._try_step(status)
         except PeerNonFiniteError:
-            if not self._scale.absorbs_overflow(self._windows.values()):
-                raise
-            return True
-        finally:  # what a step leaves that was refused or broke off
+            if self._scale.absorbs_overflow(self._windows.values()):
+                return True
+            raise
+        finally:
             self._aggregate.withdraw()
             for window in self._windows.values():
-                window.settle()
+                window.settle()  # what a refused step leaves
 
     def _try_step(self, status: Status) -> bool:
         scale = self._scale.value
@@ -274,9 +274,8 @@ class Session:
     def _account(self, sizes: Mapping[str, int], dense: Sequence[Window]) -> None:
         sent, received = self._exchange.sent - self._start_bytes[0], self._exchange.received - self._start_bytes[1]
         pieces = [*sizes.items(), *((w.name, w.parameter.numel() * w.parameter.element_size()) for w in dense)]
-        self.traffic.record(
-            sent, received, pieces, sum(p.numel() * p.element_size() for p in self._parameters.values())
-        )
+        whole = sum(p.numel() * p.element_size() for p in self._parameters.values())
+        self.traffic.record(sent, received, pieces, whole)
 
     def observe(self, observer: Observer | None) -> None:
         """Show each step's records to an observer, such as :class:`isgq.Telemetry`; None ends that."""
@@ -368,8 +367,7 @@ class Session:
         if unknown := [line.name for line in plan.lines if line.name not in self._parameters]:
             raise MismatchError(f"the state was saved for another model: it has {', '.join(unknown)}")
         self._aggregate.abandon(self._step())
-        self.step, self.plan, self._carriers = int(own["step"]), plan, []
-        memories = own["memory"]
+        self.step, self.plan, self._carriers, memories = int(own["step"]), plan, [], own["memory"]
         if own["world_size"] != ranks:
             memories, report = resized(states, self._shards, rank, ranks, resize)
             if rank == 0:
