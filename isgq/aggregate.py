@@ -250,7 +250,7 @@ class Gather:
         """
         try:
             return self._reduce(step, outgoing, headers)
-        except Exception:
+        except BaseException:  # the other ranks may be done with the step
             self.rollback()
             raise
 
@@ -293,6 +293,15 @@ class Gather:
         self._correspondence.rollback()
         for memory in self._memories.values():
             memory.rollback()
+
+    def withdraw(self) -> None:
+        """Forget what this rank has encoded since the last step that was applied; nothing after one."""
+        for memory in self._memories.values():
+            memory.rollback()
+
+    def abandon(self, step: Step) -> None:
+        """Every rank leaves this step, wherever it is before the ranks agree."""
+        self.rollback()
 
     def close(self) -> None:
         """There will be no further step."""

@@ -49,11 +49,12 @@ class Doubts:
         position = self._names.index(self._untold[0]) if self._untold else NO_PARAMETER
         return position if position < NEW_PLAN else NO_PARAMETER
 
-    def hear(self, headers: Sequence[Header], rank: int, say: Callable[[str], None]) -> None:
+    def hear(self, headers: Sequence[Header], carriers: list[Carrier], rank: int, say: Callable[[str], None]) -> None:
         """Every rank's header of a step that is applied.
 
         Args:
             headers: in rank order.
+            carriers: of the session.
             rank: this one.
             say: told what other ranks doubt.
         """
@@ -66,9 +67,11 @@ class Doubts:
             elif name not in self.reasons:
                 self.reasons[name] = f"rank {source} does not trust its compression any more"
                 say(f"{name} travels whole from now on: {self.reasons[name]}")
+        self.apply(carriers)
 
-    def apply(self, carriers: Sequence[Carrier]) -> None:
-        """Let the carriers of what is doubted send it whole."""
+    def apply(self, carriers: list[Carrier]) -> list[Carrier]:
+        """Let the carriers of what is doubted send it whole; returns them."""
         for carrier in carriers if self.reasons else ():
             for name in carrier.names:
                 carrier.distrusted = carrier.distrusted or self.reasons.get(name, "")
+        return carriers

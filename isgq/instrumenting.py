@@ -93,7 +93,8 @@ def instrument(
 
 def _checked(skip: str | Collection[str] | Callable[[str], bool], model: nn.Module) -> Callable[[str], bool]:
     """The predicate; OptionError where a name or pattern means no parameter, which would go unnoticed."""  # noqa: DOC501
-    chosen, names = predicate(skip), [name for name, _ in model.named_parameters()]
+    skip = skip if isinstance(skip, str) or callable(skip) else tuple(skip)  # which may be read only once
+    chosen, names = predicate(skip), [name for name, _ in model.named_parameters(remove_duplicate=False)]
     wrong = [name for name in skip if name not in names] if not isinstance(skip, str) and not callable(skip) else []
     if isinstance(skip, str) and not any(map(chosen, names)):
         wrong = [skip]

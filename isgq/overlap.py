@@ -14,12 +14,16 @@ Layout of a message: ``ceil(carriers / 8)`` bytes with a bit for each carrier, o
 record in it, then the records (:mod:`isgq.wire`). No record, no bytes.
 """
 
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
+from queue import SimpleQueue
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +37,7 @@ from isgq.records import Carrier, Decoded, Record, Unfinished
 from isgq.windows import Window
 from isgq.wire.header import Header
 
+_T = TypeVar("_T")
 _MEBI = 1 << 20
 
 
@@ -82,6 +87,7 @@ class _Ahead:
         buckets: in their order.
         sent: how many of them have gone.
         size: bytes of this rank's messages.
+        sizes: bytes of its records, by parameter.
         contents: of the parameters' windows when records were made.
         error: why no more are made, and the parameter it is about.
     """
@@ -90,6 +96,7 @@ class _Ahead:
     buckets: Sequence[_Bucket]
     sent: int = 0
     size: int = 0
+    sizes: Counter[str] = field(default_factory=Counter)
     contents: dict[str, Hashable] = field(default_factory=dict)
     error: tuple[Exception, str] | None = None
 
@@ -115,8 +122,11 @@ class Overlapped(Gather):
     ) -> None:
         super().__init__(exchange, codec, pair)
         self._beside, self._windows, self._cap = exchange.beside(), windows, cap_mb
-        on_device = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
-        self._thread = ThreadPoolExecutor(1, "isgq-overlap", on_device)
+        on_device = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else int
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # A daemon: a process that fails has to end, and not to wait for ranks that wait for it.
+        threading.Thread(target=_work, args=(self._tasks, on_device), name="isgq-overlap", daemon=True).start()
+        weakref.finalize(self, self._tasks.put, None)
         self._ahead: _Ahead | None = None
 
     # ---- during the backward pass
@@ -154,7 +164,13 @@ class Overlapped(Gather):
 
     def _send(self, ahead: _Ahead, bucket: _Bucket, message: Tensor) -> None:
         ahead.sent, ahead.size = ahead.sent + 1, ahead.size + message.numel()
-        bucket.parts = self._thread.submit(self._hear, ahead.step, bucket.carriers, message)
+        bucket.parts = self._submit(partial(self._hear, ahead.step, bucket.carriers, message))
+
+    def _submit(self, task: Callable[[], _T]) -> Future[_T]:
+        """Leave something to the thread."""
+        future: Future[_T] = Future()
+        self._tasks.put(partial(_fulfil, future, task))
+        return future
 
     @torch.no_grad()
     def _hear(self, step: Step, carriers: Sequence[Carrier], message: Tensor) -> list[dict[str, Decoded]]:
@@ -186,11 +202,8 @@ class Overlapped(Gather):
 
     def encode(self, step: Step) -> Outgoing:
         """The rest of this rank's records, or all of them again; raises ExchangeError alone, as nobody would hear."""
-        self._end(step)
-        sizes = self.sizes
-        outgoing = super().encode(step)
-        self.sizes.update(sizes)
-        return outgoing
+        self._end(step).sizes = self.sizes
+        return super().encode(step)
 
     def agree(self, step: Step, outgoing: Outgoing) -> list[Header]:
         """See :class:`~isgq.aggregate.Gather`."""
@@ -212,14 +225,12 @@ class Overlapped(Gather):
 
     def _encode(self, step: Step) -> Outgoing:
         ahead = self._end(step)
+        self.sizes.update(ahead.sizes)
+        if any(self._windows[name].content != content for name, content in ahead.contents.items()):
+            self.withdraw()
         if ahead.error is not None:
             error, self._about = ahead.error
             raise error
-        if any(self._windows[name].content != content for name, content in ahead.contents.items()):
-            for memory in self._memories.values():
-                memory.rollback()
-            for bucket in ahead.buckets:
-                bucket.records = ()
         said = {carrier.name for bucket in ahead.buckets for carrier, _ in bucket.records}
         return super()._encode(replace(step, carriers=[c for c in step.carriers if c.name not in said]))
 
@@ -227,8 +238,9 @@ class Overlapped(Gather):
         return Outgoing([self._marked(step, self._end(step).step.carriers, records)])
 
     def _show(self, step: Step, records: Sequence[tuple[Carrier, Record]]) -> None:
-        ahead = [each for bucket in self._end(step).buckets for each in bucket.records]
-        super()._show(step, [*ahead, *records])
+        ahead = self._end(step)
+        said = [each for bucket in ahead.buckets for each in bucket.records]
+        super()._show(replace(step, carriers=ahead.step.carriers), [*said, *records])
 
     def _reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
         [message] = outgoing.messages
@@ -247,6 +259,22 @@ class Overlapped(Gather):
                     decoded.setdefault(carrier.name, []).append(parts[carrier.name])
         return self._means(step.carriers, decoded)
 
+    def withdraw(self) -> None:
+        """Let nothing that has been sent ahead count, nor what was wrong with it."""
+        super().withdraw()
+        if self._ahead is not None:
+            for bucket in self._ahead.buckets:
+                bucket.records = ()
+            self._ahead.contents.clear()
+            self._ahead.error = None
+
+    def abandon(self, step: Step) -> None:
+        """See :class:`~isgq.aggregate.Gather`; waits for no rank, but each sends what the others will take."""
+        ahead = self._begun(lambda: step)
+        for bucket in ahead.buckets[ahead.sent :]:
+            self._send(ahead, bucket, NOTHING)
+        self.rollback()
+
     def commit(self) -> None:
         """See :class:`~isgq.aggregate.Gather`."""
         self._ahead = None
@@ -259,4 +287,21 @@ class Overlapped(Gather):
 
     def close(self) -> None:
         """See :class:`~isgq.aggregate.Gather`."""
-        self._thread.shutdown(wait=False)
+        self._tasks.put(None)
+
+
+def _work(tasks: "SimpleQueue[Callable[[], None] | None]", begin: Callable[[], None]) -> None:
+    """What a thread does: one task after another, until there is None; holds nobody while it waits."""
+    begin()
+    while (task := tasks.get()) is not None:
+        task()
+        del task
+
+
+def _fulfil(future: Future[_T], task: Callable[[], _T]) -> None:
+    try:
+        result = task()
+    except BaseException as error:  # whoever waits must hear of it
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -85,7 +85,7 @@ class Session:
         self._carriers: list[Carrier] = []
         self._start_bytes = (self._exchange.sent, self._exchange.received)
         self.traffic, self.plan, self.step = Traffic(), Plan(), 0
-        self._sizes, self._outdated = Sizes(), False
+        self._sizes, self._outdated, self._local_only = Sizes(), False, False
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = list(self._parameters)
         self._doubts = Doubts(self._names)
@@ -98,7 +98,6 @@ class Session:
             check_bound(choice.max_staleness, self._exchange.world_size - 1)
             self._channels = self._exchange.star()
         self._aggregate = aggregation(choice, self._exchange, self._windows, self._channels, bucket_cap_mb)
-        self._local_only = False
         self._present = [True] * self._exchange.world_size  # which ranks had a batch in the last step
         self._backward = BackwardWatch(model, self._windows.values(), self._backward_ended, self._arrived)
         self._skips = skip_weight_grad and sync == "backward"
@@ -188,10 +187,11 @@ class Session:
         try:
             return self._try_step(status)
         except PeerNonFiniteError:
-            if not self._scale.absorbs_overflow(self._windows.values()):
-                raise
-            return True
+            if self._scale.absorbs_overflow(self._windows.values()):
+                return True
+            raise
         finally:
+            self._aggregate.withdraw()
             for window in self._windows.values():
                 window.settle()  # what a refused step leaves
 
@@ -208,7 +208,6 @@ class Session:
             factored = {carrier.name for carrier in self._carriers if isinstance(carrier, FactorCarrier)}
             self._sparing.factored = frozenset(factored if self._skips else ())
         asks = self._choice.auto is not None and self._sizes.asks(captured_size(self._windows))
-        self._doubts.apply(self._carriers)
         step = replace(self._step(), new_plan=asks, planned=planned)
         outgoing = refusal(self._windows, self._is_dense, self._frozen) or self._aggregate.encode(step)
         if outgoing.status is Status.OK:
@@ -245,11 +244,12 @@ class Session:
         self._account(self._aggregate.sizes, dense)
         self._aggregate.commit()
         self._outdated = any(header.parameter == NEW_PLAN for header in headers)
-        self._doubts.hear(headers, self._exchange.rank, self._say)
+        self._doubts.hear(headers, self._carriers, self._exchange.rank, self._say)
         self.step += 1
 
     def _make_carriers(self, servers: int) -> list[Carrier]:
-        return make_carriers(self.plan, self._units, self._choice, self._windows, servers, self._say)
+        made = make_carriers(self.plan, self._units, self._choice, self._windows, servers, self._say)
+        return self._doubts.apply(made)
 
     def _step(self) -> Step:
         digest = plan_digest(self._choice.spec, [line.codec or line.route for line in self.plan.lines])
@@ -277,6 +277,7 @@ class Session:
     def doubt(self, name: str, reason: str) -> None:
         """Let a gradient travel whole, from this rank's next step on and soon from all; InstrumentError if unknown."""
         self._doubts.add(name, reason)
+        self._doubts.apply(self._carriers)
 
     def messages(self) -> Messages:
         """Sizes of the last step's messages, for :func:`isgq.bandwidth.predict`."""
@@ -332,6 +333,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: step number, seed, codecs, plan and memories. Plain types and tensors only."""
+        self._aggregate.withdraw()
         return {
             "step": self.step,
             "seed": self._seed,
@@ -363,9 +365,9 @@ class Session:
         plan = Plan(tuple(Line(**line) for line in own["plan"]))
         if unknown := [line.name for line in plan.lines if line.name not in self._parameters]:
             raise MismatchError(f"the state was saved for another model: it has {', '.join(unknown)}")
-        self.step, self.plan, self._carriers = int(own["step"]), plan, []
+        self._aggregate.abandon(self._step())
+        self.step, self.plan, self._carriers, memories = int(own["step"]), plan, [], own["memory"]
         self._doubts.load(own.get("doubts", {}))
-        memories = own["memory"]
         if own["world_size"] != ranks:
             memories, report = resized(states, self._shards, rank, ranks, resize)
             if rank == 0:

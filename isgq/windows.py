@@ -47,6 +47,7 @@ class Window:
     _foreign: bool = False
     _place: Place | None = None
     _arrived: bool = False
+    _ever: int = 0  # like arrivals, but never anew: another gradient may be where one was that has been dropped
     _seen: tuple[int, int] | None = None
 
     @property
@@ -75,6 +76,7 @@ class Window:
 
         def after(parameter: Tensor) -> None:
             self.arrivals += 1
+            self._ever += 1
             self._arrived = True
             self._seen = self._identity()
             on_arrival(self)
@@ -121,7 +123,7 @@ class Window:
     @property
     def content(self) -> Hashable:
         """Differs wherever something has come, or was changed, since."""
-        return self.arrivals, self.edited, len(self.captured), self._seen
+        return self._ever, self.edited, len(self.captured), self._seen
 
     def owe(self, gradient: Callable[[], Tensor]) -> None:
         """The running pass leaves this out of ``p.grad``."""

@@ -1,5 +1,6 @@
 """Messages that leave during backward: the same gradients, whatever happens until it ends."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from isgq.core.keys import Key, uniform
 from isgq.exchange import Loopback
 from isgq.launch import launch
 from isgq.overlap import Overlapped, buckets_of
+from isgq.windows import Window
 from tests.session_cases import CASES, Turn, loss
 
 TINY = 1e-6
@@ -72,10 +74,10 @@ def test_messages_leave_layer_by_layer_while_backward_goes_on() -> None:
 
     with isgq.instrument(model, "isgq", routes="factors", exchange=Door(), bucket_cap_mb=TINY) as session:
         assert isinstance(session._aggregate, Overlapped)
-        thread = session._aggregate._thread
+        submit = session._aggregate._submit
 
         def passed(*_: Any) -> None:
-            thread.submit(int).result()  # let the thread keep pace with the backward pass
+            submit(int).result()  # let the thread keep pace with the backward pass
             events.append("layer")
 
         for layer in model[::2]:
@@ -227,7 +229,122 @@ def test_a_scaled_loss_and_an_overflow() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
+def breaks_off(model: nn.Sequential, x: Tensor, last: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+    """A backward pass that raises when two layers have been sent."""
+
+    def burst(_: Tensor) -> None:
+        raise LookupError
+
+    hidden = model[:4](x)
+    hidden.register_hook(burst)
+    with pytest.raises(LookupError):
+        loss(last(model[4:](hidden))).backward()
+
+
+@pytest.mark.parametrize("spec", ["isgq", "error_feedback(top_k:k=0.2)"])
+def test_what_was_wrong_with_a_pass_that_broke_off_is_not_said_of_the_next(spec: str) -> None:
+    found = []
+    for cap in (None, TINY):
+        model = deep()
+        with isgq.instrument(model, spec, routes="factors", bucket_cap_mb=cap, log=lambda _: None):
+            run(model, 2)
+            model.zero_grad()
+            breaks_off(model, x_of(9), lambda x: x * float("nan"))
+            found.append(run(model, 2))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("spec", ["error_feedback(top_k:k=0.2)", "momentum_correction(sign)"])
+def test_memory_that_is_saved_is_that_of_the_last_step(spec: str) -> None:
+    model = deep()
+    with isgq.instrument(model, spec, routes="factors", bucket_cap_mb=TINY, log=lambda _: None) as session:
+        run(model, 2)
+        before = session.state_dict()["memory"]
+        model.zero_grad()
+        breaks_off(model, x_of(9))
+        torch.testing.assert_close(session.state_dict()["memory"], before, rtol=0, atol=0)
+        found = run(model, 2)
+    again = deep()
+    with isgq.instrument(again, spec, routes="factors", log=lambda _: None):
+        run(again, 2)
+        torch.testing.assert_close(found, run(again, 2), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cap", [None, TINY])
+def test_an_interrupted_step_leaves_memory_as_it_was(cap: float | None) -> None:
+    class Interrupted(Loopback):
+        armed = False
+
+        def all_gather(self, message: Tensor, lengths: Sequence[int] | None = None) -> Any:
+            if self.armed:
+                raise KeyboardInterrupt
+            return super().all_gather(message, lengths)
+
+    model, exchange = deep(), Interrupted()
+    spec = "error_feedback(top_k:k=0.2)"
+    with isgq.instrument(model, spec, exchange=exchange, bucket_cap_mb=cap, log=lambda _: None) as session:
+        run(model, 2)
+        before, exchange.armed = session.state_dict()["memory"], True
+        with pytest.raises(KeyboardInterrupt):
+            run(model, 1)
+        assert session.step == 2
+        torch.testing.assert_close(session.state_dict()["memory"], before, rtol=0, atol=0)
+
+
+def test_telemetry_tells_the_same_and_its_alarm_rings() -> None:
+    lines, said = [], []
+    for cap in (None, TINY):
+        model, curves, words = deep(), [], []
+
+        class Board:
+            def __init__(self, into: list[Any]) -> None:
+                self.into = into
+
+            def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+                self.into.append((global_step, tag, scalar_value))
+
+        with isgq.instrument(model, "isgq", routes="factors", bucket_cap_mb=cap, log=words.append) as session:
+            isgq.Telemetry(session, every=1, path=None, alarm=1e-6, board=Board(curves))
+            run(model, 6)
+        lines.append([each for each in curves if "bytes" not in each[1]])
+        said.append([each for each in words if "from now on" in each])
+        assert all(value > 0 for _, tag, value in curves if "bytes" in tag)
+    assert sorted(lines[0]) == sorted(lines[1])
+    assert sorted(said[0]) == sorted(said[1])
+    assert len(said[0]) == 4
+
+
+def test_a_dropped_gradient_is_another_even_where_it_lay() -> None:
+    window = Window("w", parameter := nn.Parameter(torch.ones(3)))
+    handles = window.watch(lambda: None)
+    contents = []
+    for _ in range(4):
+        parameter.grad = None
+        parameter.sum().backward()
+        contents.append(window.content)
+    assert len(set(contents)) == 4
+    for handle in handles:
+        handle.remove()
+
+
 # ---- several ranks
+
+
+def one_after_another() -> tuple[int, bool]:
+    for _ in range(3):
+        model = deep()
+        with isgq.instrument(model, "isgq", routes="factors", bucket_cap_mb=TINY, log=lambda _: None) as session:
+            run(model, 2, dist.get_rank())
+            threads = [thread for thread in threading.enumerate() if thread.name == "isgq-overlap"]
+        session.close()
+        for thread in threads:
+            thread.join(10)
+    left = [thread for thread in threading.enumerate() if thread.name == "isgq-overlap"]
+    return len(left), all(thread.daemon for thread in threads)
+
+
+def test_sessions_leave_no_thread_which_never_keeps_a_process_from_its_end() -> None:
+    assert launch(one_after_another, 2, timeout=30) == [(0, True)] * 2
 
 
 def uneven() -> list[Any]:
@@ -266,6 +383,28 @@ def test_ranks_that_differ_hold_the_same() -> None:
     for report in reports:
         assert report[-1] is True
         assert report == reports[0]
+
+
+def loaded() -> tuple[bool, bool]:
+    """The pass breaks off on one rank, is not begun on the other, and both go back to an earlier state."""
+    model, rank = deep(), dist.get_rank()
+    spec = "error_feedback(top_k:k=0.2)"
+    with isgq.instrument(model, spec, bucket_cap_mb=TINY, log=lambda _: None) as session:
+        run(model, 2, rank)
+        state = session.state_dict()
+        first = run(model, 2, rank)
+        model.zero_grad()
+        if rank == 0:
+            breaks_off(model, x_of(9))
+        session.load_state_dict(state)
+        again = run(model, 2, rank)
+        return session.step == 4, all(
+            torch.equal(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x, y, strict=True)
+        )
+
+
+def test_a_state_is_loaded_after_a_pass_that_broke_off() -> None:
+    assert launch(loaded, 2, timeout=10) == [(True, True)] * 2
 
 
 def lost() -> str:
