@@ -1,6 +1,7 @@
 """A soak in small: what it finds where all is well, and what it says where not."""
 
 import json
+import mmap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ def test_what_differs_and_what_grew_is_named() -> None:
 def test_a_leak_is_seen() -> None:
     watch, leaked = Watch(Config(steps=40, check=10)), []
     for step in range(1, 41):
-        leaked.append([bytearray(2**20), object(), object()])
+        pages = mmap.mmap(-1, 2**20)  # and no part of what the process has had before and given back to itself
+        pages.write(bytes(2**20))
+        leaked.append([pages, object(), object()])
         watch.look(step)
     found = watch.found()
     assert found.looks[-1] - found.looks[0] > 15 * 2**20  # of the last 20 steps
