@@ -98,7 +98,7 @@ def equal_everywhere(bits: Tensor) -> bool:
 Case = tuple[str, dict[str, Any], int]
 """Codec, options of the session, and steps."""
 
-STEPS = int(os.environ.get("ISGQ_TEST_STEPS", "80"))  # 200 by hand, and before a release
+STEPS = int(os.environ.get("ISGQ_TEST_STEPS", "50"))  # 200 by hand, and before a release
 CASES: dict[str, Case] = {spec: (spec, {}, STEPS) for spec in CODECS}
 CASES |= {f"{spec} of the model": (spec, {"scope": "model"}, STEPS) for spec in ("fp16", "top_k:k=4", "qsgd")}
 CASES["isgq, the rest as one"] = ("isgq", {"scope": "model", "dense": "error_feedback(top_k:k=0.1)"}, STEPS)
