@@ -4,6 +4,7 @@ A case builds a model and runs one step of it: forward passes, backward passes, 
 Everything is float64, so that agreement is far below the rounding of float32; inputs differ by step and rank.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
@@ -17,6 +18,9 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import models
+
+STEPS = int(os.environ.get("ISGQ_TEST_STEPS", "30"))
+"""Of long sessions; 200 by hand, and before a release."""
 
 
 @dataclass

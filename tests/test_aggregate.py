@@ -20,6 +20,7 @@ from isgq.core.errors import MismatchError, OptionError
 from isgq.launch import launch
 from isgq.rows import Rows
 from isgq.sharding import assign, cut, fill
+from tests.session_cases import STEPS
 
 WORLD = 3
 
@@ -159,7 +160,7 @@ def every_codec(steps: int) -> dict[str, tuple[float, float]]:
 
 @pytest.fixture(scope="module")
 def off() -> dict[str, tuple[float, float]]:
-    return launch(every_codec, 2, args=(100,), timeout=60)[0]
+    return launch(every_codec, 2, args=(STEPS,), timeout=60)[0]
 
 
 @pytest.mark.parametrize("name", [*EVERY, *(f"fc, {spec}" for spec in REAL)])
@@ -201,7 +202,7 @@ def train_all(steps: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reports() -> list[Mapping[str, Any]]:
-    return launch(train_all, WORLD, args=(12,), timeout=60)
+    return launch(train_all, WORLD, args=(8,), timeout=60)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,6 +1,5 @@
 """Session: replicas stay equal, nothing is left behind, the ledger is right, and a saved session goes on as it was."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from isgq.codecs import codec_names
 from isgq.core.errors import InstrumentError, IsgqError, MismatchError, OptionError
 from isgq.exchange import Loopback, Pending, TorchExchange
 from isgq.launch import launch
+from tests.session_cases import STEPS
 
 
 def make() -> nn.Sequential:
@@ -98,7 +98,6 @@ def equal_everywhere(bits: Tensor) -> bool:
 Case = tuple[str, dict[str, Any], int]
 """Codec, options of the session, and steps."""
 
-STEPS = int(os.environ.get("ISGQ_TEST_STEPS", "50"))  # 200 by hand, and before a release
 CASES: dict[str, Case] = {spec: (spec, {}, STEPS) for spec in CODECS}
 CASES |= {f"{spec} of the model": (spec, {"scope": "model"}, STEPS) for spec in ("fp16", "top_k:k=4", "qsgd")}
 CASES["isgq, the rest as one"] = ("isgq", {"scope": "model", "dense": "error_feedback(top_k:k=0.1)"}, STEPS)
