@@ -11,6 +11,7 @@ from analysis.measure import entropy
 from analysis.methods import SPECS
 from benchmarks.codecs import NETWORKS, QUICK, STAGES, kept, main, table
 from benchmarks.frontier import main as frontier
+from benchmarks.layer import main as layer
 from benchmarks.overhead import main as overhead
 from isgq.codecs import codec, codec_names
 
@@ -173,3 +174,24 @@ def test_the_cost_of_a_step_is_a_row_for_each_way(tmp_path, capsys):
     assert plain["ratio"] == plain["cpu_ratio"] == 1
     assert all(row["milliseconds"] > 0 for row in report["rows"])
     assert capsys.readouterr().out.count("`fc:hidden=20`") == 3
+
+
+def test_one_layer_has_a_row_for_each_codec(capsys):
+    layer([
+        "isgq",
+        "rotated:ratio=20",
+        "--inputs",
+        "40",
+        "--outputs",
+        "12",
+        "--batch",
+        "8",
+        "--repeats",
+        "1",
+        "--data",
+        "mnist5k",
+    ])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == ["isgq", "rotated:ratio=20"]
+    with pytest.raises(SystemExit):
+        layer(["qsgd"])
