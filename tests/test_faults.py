@@ -239,7 +239,7 @@ def die(folder: str, options: dict[str, Any]) -> None:
         file.write(said)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[3])
 def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return launch(faults, request.param, timeout=TIMEOUT)
 
