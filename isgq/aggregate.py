@@ -291,8 +291,7 @@ class Gather:
     def rollback(self) -> None:
         """The step was not applied."""
         self._correspondence.rollback()
-        for memory in self._memories.values():
-            memory.rollback()
+        self.withdraw()
 
     def withdraw(self) -> None:
         """Forget what this rank has encoded since the last step that was applied; nothing after one."""
