@@ -235,7 +235,7 @@ def in_rounds(choices: Sequence[Choice], like: Mapping[str, nn.Parameter], seed:
             ranks[rank].commit()
             return means
 
-        means = together(take_part, workers)[0]
+        means = together(take_part, ends)[0]
         after = sum(exchange.sent + exchange.received for exchange in ends), sum(exchange.sent for exchange in ends)
         moved, sent = ((b - a) / workers for a, b in zip(before, after, strict=True))
         return {name: means[name].view(p.shape) for name, p in parameters.items()}, sent, moved
