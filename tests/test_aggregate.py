@@ -154,7 +154,7 @@ def every_codec(steps: int) -> dict[str, tuple[float, float]]:
     for spec in REAL:
         model = models.build("fc", classes=10, in_shape=(1, 28, 28), seed=0)
         with isgq.instrument(model, spec, aggregate="two_pass", down=spec) as session:
-            report[f"fc, {spec}"] = identities(model, session, steps)
+            report[f"fc, {spec}"] = identities(model, session, min(steps, 10))
     return report
 
 

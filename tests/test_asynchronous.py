@@ -18,6 +18,7 @@ from isgq.core.errors import ExchangeError, InstrumentError, OptionError, PeerEr
 from isgq.launch import launch
 
 FAST, SLOW = 0.02, 0.08  # seconds that a worker's step takes at least
+STEPS, SLOW_STEPS = 48, 12
 
 
 def network() -> nn.Sequential:
@@ -53,13 +54,13 @@ def run(spec: str, down: str | None, bound: int | None, half: bool) -> Any:
     with isgq.instrument(model, spec, **options) as session:
         if session.serves:
             seen: list[int] = []
-            service = session.serve(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), seen.append)
+            service = session.serve(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5), seen.append)
             assert seen == list(range(1, service.updates + 1))
             return service, logs
         slow = dist.get_rank() == 1
         if half:
             return [value.dtype for value in model.parameters()] + [train_half(model)]
-        return train(model, 20 if slow else 80, SLOW if slow else FAST)
+        return train(model, SLOW_STEPS if slow else STEPS, SLOW if slow else FAST)
 
 
 def train_half(model: nn.Module) -> float:
@@ -93,9 +94,9 @@ def test_all_are_served_and_learn(reports: list[dict[str, Any]], name: str) -> N
     service, logs = reports[0][name]
     assert isinstance(service, Service)
     assert logs == []
-    assert service.by_worker == {1: 20, 2: 80, 3: 80}
+    assert service.by_worker == {1: SLOW_STEPS, 2: STEPS, 3: STEPS}
     assert service.lost == {}
-    assert sum(service.staleness.values()) == service.updates == 180
+    assert sum(service.staleness.values()) == service.updates == SLOW_STEPS + 2 * STEPS
     for report in reports[1:]:
         final, _ = report[name]
         assert final < 0.75  # 1.1 at the start

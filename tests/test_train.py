@@ -1,5 +1,7 @@
 """train.py from the command line: what it writes, that it repeats and resumes bit for bit, how it fails."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -38,9 +40,19 @@ def start(*options: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str
 
 
 def train(*options: str, launcher: tuple[str, ...] = ()) -> tuple[int, str, str]:
-    process = start(*options, launcher=launcher)
-    output, errors = process.communicate(timeout=120)
-    return process.returncode, output, errors
+    """Exit code, output and errors; without a launcher by a call, which saves what a process takes to start."""
+    if launcher:
+        process = start(*options, launcher=launcher)
+        output, errors = process.communicate(timeout=120)
+        return process.returncode, output, errors
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.chdir(ROOT),
+        contextlib.redirect_stdout(io.StringIO()) as shown,
+        contextlib.redirect_stderr(io.StringIO()) as said,
+    ):
+        patch.setattr(sys, "argv", ["train.py", *options])
+        return main(), shown.getvalue(), said.getvalue()
 
 
 @pytest.fixture
