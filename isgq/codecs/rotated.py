@@ -148,7 +148,7 @@ class Rotated:
 
     def known(self, name: str, atoms: Atoms) -> Known:
         """What sender and receiver know of the layer."""
-        sizes = atoms.left.shape[1], atoms.right.shape[1]
+        sizes = atoms.left.size, atoms.right.size
         return self.common.of(name, *sizes) if self.common else nothing_known(*sizes)
 
     # ---- encoding
@@ -260,7 +260,7 @@ class Rotated:
             contract: of the layer.
         """
         atoms = decompose(factors, contract, Key("variance"))
-        spectra = [spectrum_of(atoms, nothing_known(atoms.left.shape[1], atoms.right.shape[1]))]
+        spectra = [spectrum_of(atoms, nothing_known(atoms.left.size, atoms.right.size))]
         [plan], _ = self.plans(spectra, self.budget(spectra))
         return plan.variance
 
@@ -283,9 +283,10 @@ class Rotated:
         codes = np.concatenate([plan.codes, np.tile(plan.light_codes, (light, 1))])
         rounded = torch.tensor(weights).to(torch.bfloat16)
         head = Head(rounded.double().numpy(), codes, light)
-        chosen = torch.from_numpy(index)
+        device = atoms.weights.device
+        chosen = torch.from_numpy(index).to(device)
         left, right = (
-            side.turn(vectors[chosen.to(vectors.device)].cpu()).numpy()
+            side.turn(vectors[chosen].cpu()).numpy()
             for side, vectors in ((known.left, atoms.left), (known.right, atoms.right))
         )
         left = left * (weights / head.weights)[:, None]
@@ -297,7 +298,6 @@ class Rotated:
         code = encode_symbols(symbols, dither, ladder.group, ladder.relative, ladder.digits)
         packed = torch.frombuffer(bytearray(head.pack()), dtype=torch.uint8)
         body = torch.frombuffer(bytearray(code), dtype=torch.uint8) if code else torch.empty(0, dtype=torch.uint8)
-        device = atoms.left.device
         return PairPayload(
             self.name,
             Payload(self.name, (columns,), dtype, {}, {"head": packed.to(device)}, known.address),
@@ -374,7 +374,7 @@ def _ladder(codes: Ints, known: Known) -> _Ladder:
 
 def spectrum_of(atoms: Atoms, known: Known | None = None) -> Spectrum:
     """The weights of atoms, on the host, and the sides that their vectors have."""
-    known = known or nothing_known(atoms.left.shape[1], atoms.right.shape[1])
+    known = known or nothing_known(atoms.left.size, atoms.right.size)
     return Spectrum(atoms.weights.cpu().numpy(), known.left, known.right)
 
 

@@ -24,22 +24,46 @@ from isgq.core.keys import Key
 from isgq.core.payload import Contract, Factors
 
 _LARGEST = torch.finfo(torch.float32).max
-_NOISE = 1e-14  # relative: eigenvalues of a Gram matrix below are rounding errors, 1e-7 of the largest row's length
+_NOISE = 1e-14  # relative: eigenvalues of a Gram matrix below are rounding errors, 1e-7 of the greatest length
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """The rows of ``mixing @ rows``, of which those are made that are asked for: few of many are sent.
+
+    Attributes:
+        mixing: float64 ``[j, r]``.
+        rows: float64 ``[r, n]``.
+    """
+
+    mixing: Tensor
+    rows: Tensor
+
+    @property
+    def size(self) -> int:
+        """Entries of a vector."""
+        return self.rows.shape[1]
+
+    def __getitem__(self, index: Tensor | slice) -> Tensor:
+        """Float64 ``[k, n]``: those of these numbers."""
+        return self.mixing[index] @ self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class Atoms:
     """Unit vectors and weights, heaviest first: ``sum_j weights_j left_j right_j^T`` is the gradient.
 
+    The sum is as exact as float64; the lengths of very light atoms' vectors differ from 1 by some per cent.
+
     Attributes:
         weights: float64 ``[j]``, positive, falling.
-        left: float64 ``[j, o]``, rows of length 1.
-        right: float64 ``[j, p]``, rows of length 1.
+        left: ``[j, o]``.
+        right: ``[j, p]``.
     """
 
     weights: Tensor
-    left: Tensor
-    right: Tensor
+    left: Vectors
+    right: Vectors
 
 
 def decompose(factors: Factors, contract: Contract, key: Key) -> Atoms:
@@ -68,7 +92,8 @@ def decompose(factors: Factors, contract: Contract, key: Key) -> Atoms:
     if atoms.weights.numel() and not float(atoms.weights[0]) < _LARGEST:
         raise NonFiniteError(f"the gradient of {key.name!r} reaches beyond float32")
     kept = int((atoms.weights.to(torch.bfloat16) > 0).sum())
-    return Atoms(atoms.weights[:kept], atoms.left[:kept], atoms.right[:kept])
+    left, right = (Vectors(side.mixing[:kept], side.rows) for side in (atoms.left, atoms.right))
+    return Atoms(atoms.weights[:kept], left, right)
 
 
 def atoms_of_factors(x: Tensor, d: Tensor) -> Atoms:
@@ -79,28 +104,26 @@ def atoms_of_factors(x: Tensor, d: Tensor) -> Atoms:
         d: ``[r, o]``.
     """
     x, d = x.double(), d.double()
-    values, basis = torch.linalg.eigh(x @ x.T)
-    kept = values > _NOISE * x.shape[0] * values.amax().clamp_min(0) if values.numel() else values > 0
-    values, basis = values[kept], basis[:, kept]
-    mixing = basis * values.sqrt()  # E L^1/2: K = mixing^T D
-    _, rotation = torch.linalg.eigh(mixing.T @ (d @ d.T) @ mixing)
-    return _normalized((mixing @ rotation).T @ d, (basis / values.sqrt() @ rotation).T @ x)
+    lengths, basis = _directions(x @ x.T)
+    mixing = basis * lengths  # E L^1/2: K = mixing^T D
+    weights, rotation = _directions(mixing.T @ (d @ d.T) @ mixing)
+    left, right = (mixing @ rotation / weights).T, (basis / lengths @ rotation).T
+    return Atoms(weights, Vectors(left, d), Vectors(right, x))
 
 
 def atoms_of_matrix(gradient: Tensor) -> Atoms:
     """Singular triples of a matrix ``[o, p]``, by ``eigh`` of the smaller Gram matrix, in O(o p min(o, p))."""
     g = gradient.double()
-    if g.shape[0] <= g.shape[1]:
-        _, rotation = torch.linalg.eigh(g @ g.T)
-        return _normalized(rotation.T, rotation.T @ g)
-    _, rotation = torch.linalg.eigh(g.T @ g)
-    return _normalized(rotation.T @ g.T, rotation.T)
+    if g.shape[0] > g.shape[1]:
+        turned = atoms_of_matrix(g.T)
+        return Atoms(turned.weights, turned.right, turned.left)
+    weights, rotation = _directions(g @ g.T)
+    return Atoms(weights, Vectors(rotation.T, torch.eye(len(g)).to(g)), Vectors((rotation / weights).T, g))
 
 
-def _normalized(left: Tensor, right: Tensor) -> Atoms:
-    """Atoms of ``left^T right``, lengths made weights, without those of weight 0."""
-    lengths = [torch.linalg.vector_norm(side, dim=1) for side in (left, right)]
-    weights, order = (lengths[0] * lengths[1]).sort(descending=True)
-    order = order[weights > 0]
-    left, right = (side[order] / length[order, None] for side, length in zip((left, right), lengths, strict=True))
-    return Atoms(weights[: order.numel()], left, right)
+def _directions(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Lengths and directions ``[r, j]`` of the rows of a Gram matrix, the longest first, without those that are noise."""
+    values, basis = torch.linalg.eigh(gram)
+    values, basis = values.flip(0), basis.flip(1)
+    kept = int((values > _NOISE * len(values) * values[:1].clamp_min(0)).sum())
+    return values[:kept].sqrt(), basis[:, :kept]

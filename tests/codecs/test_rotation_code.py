@@ -33,7 +33,7 @@ def gradients():
     vectors = []
     for unit in units[:2]:
         atoms = decompose(caught[unit.name], unit.contract, Key("entropy"))
-        vectors.append([side.double().numpy() * math.sqrt(side.shape[1]) for side in (atoms.left, atoms.right)])
+        vectors.append([side[:].numpy() * math.sqrt(side.size) for side in (atoms.left, atoms.right)])
     return vectors
 
 
