@@ -9,8 +9,10 @@ message is received from each of the others; float32 in a ring all-reduce is sen
     powersgd:rank=R                 PowerSGD with error feedback (Vogels, Karimireddy and Jaggi, 2019) as in torch's
                                     hook, one warm-started power iteration, vectors dense; counted as float32, without
                                     any header
-    two_pass(UP;DOWN):memory=M      each worker averages a shard and compresses it again, with the memory of M (both,
-                                    worker, none): DoubleSqueeze; MEM-SGD where DOWN is dense and M worker
+    two_pass(UP;DOWN):memory=M,scope=S
+                                    each worker averages a shard and compresses it again, with the memory of M (both,
+                                    worker, none), tensor by tensor or the whole model (S) as one vector:
+                                    DoubleSqueeze; MEM-SGD where DOWN is dense and M worker
     subspace:rank=R,step=S          a common subspace
     CODEC [ + CODEC]                any codec of isgq; pair codecs take the factors, direct ones each parameter's
                                     gradient. The second one is for what travels without factors; without it that is
@@ -30,7 +32,7 @@ import isgq
 from benchmarks.simulated import exchanges, together
 from isgq.aggregate import Step
 from isgq.aggregation import aggregation
-from isgq.choice import Choice, choose
+from isgq.choice import Choice, Scope, choose
 from isgq.codecs import split_spec
 from isgq.codecs.roles import MemoryPolicy
 from isgq.core.codec import learned_by
@@ -222,7 +224,7 @@ def in_rounds(choices: Sequence[Choice], like: Mapping[str, nn.Parameter], seed:
     for exchange, choice in zip(ends, choices, strict=True):
         assert choice.direct is not None
         ranks.append(aggregation(choice, exchange))
-        carriers.append(direct_carriers(choice.direct, parameters, "tensor", [0] * choice.shards(workers)))
+        carriers.append(direct_carriers(choice.direct, parameters, choice.scope, [0] * choice.shards(workers)))
 
     def mean(shares: Sequence[Share], step: int) -> Mean:
         before = sum(exchange.sent + exchange.received for exchange in ends), sum(exchange.sent for exchange in ends)
@@ -274,11 +276,12 @@ def build(
     if name == "subspace":
         return in_rounds([choose(first, None, "tensor", "gather", None, "both") for _ in range(workers)], like, seed)
     if name == "two_pass":
-        memory, parts = cast(MemoryPolicy, given.get("memory", "both")), split_outside(inner or "", ";")
-        if len(parts) != 2 or set(given) - {"memory"}:
-            raise OptionError(f"method {first!r} must have the form two_pass(UP;DOWN) or two_pass(UP;DOWN):memory=M")
+        memory, scope = cast(MemoryPolicy, given.get("memory", "both")), cast(Scope, given.get("scope", "tensor"))
+        parts = split_outside(inner or "", ";")
+        if len(parts) != 2 or set(given) - {"memory", "scope"}:
+            raise OptionError(f"method {first!r} must have the form two_pass(UP;DOWN) or ...:memory=M,scope=S")
         up, down = parts
-        return in_rounds([choose(up, None, "tensor", "two_pass", down, memory) for _ in range(workers)], like, seed)
+        return in_rounds([choose(up, None, scope, "two_pass", down, memory) for _ in range(workers)], like, seed)
     return Coded(units, like, first, dense or None, workers, seed, routes)
 
 

@@ -122,7 +122,7 @@ def atoms_of_matrix(gradient: Tensor) -> Atoms:
 
 
 def _directions(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Lengths and directions ``[r, j]`` of the rows of a Gram matrix, the longest first, without those that are noise."""
+    """Lengths and directions ``[r, j]`` by the rows' Gram matrix, the longest first, without those that are noise."""
     values, basis = torch.linalg.eigh(gram)
     values, basis = values.flip(0), basis.flip(1)
     kept = int((values > _NOISE * len(values) * values[:1].clamp_min(0)).sum())
