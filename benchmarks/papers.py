@@ -55,6 +55,7 @@ def _sparse(*shares: str) -> list[str]:
 
 
 _FEW = ["isgq", "minimum_variance:levels=2", "error_feedback(one_bit)", "qsgd:levels=1", "rotated:ratio=400"]
+_SQUEEZED = ["one_bit:bucket=256", "top_k:k=0.01"]
 _FEDERATED = ["powersgd:rank=2", "subspace:rank=4,step=1"]
 STUDIES: Mapping[str, Study] = {
     "transformer": Study(
@@ -77,7 +78,7 @@ STUDIES: Mapping[str, Study] = {
     ),
     "rtop_k_images": Study(
         "rTop-k on images",
-        replace(_IMAGES, model="fc", workers=(5,), batch_per_worker=16, epoch_steps=300),
+        replace(_IMAGES, model="fc", workers=(5,), batch_per_worker=16, epoch_steps=200),
         [
             *(*_sparse("0.01", "0.001"), "error_feedback(top_k:k=0.002)"),
             *("powersgd:rank=2", "subspace:rank=4,step=1", "rotated:ratio=400", "rotated:ratio=1500,bases=learned"),
@@ -94,20 +95,21 @@ STUDIES: Mapping[str, Study] = {
             standardize=True,
             model="resnet18:width=16",
             workers=(8,),
-            batch_per_worker=4,
+            batch_per_worker=16,
             epochs=4,
-            epoch_steps=30,
+            epoch_steps=50,
             momentum=0.0,
         ),
         [
-            *("two_pass(one_bit;one_bit)", "two_pass(top_k:k=0.01;top_k:k=0.01)"),
-            *("two_pass(one_bit;dense):memory=worker", "two_pass(top_k:k=0.01;dense):memory=worker"),
-            *("two_pass(qsgd:levels=1;dense)", "two_pass(top_k:k=0.01;dense):memory=none"),
+            *(f"two_pass({codec};{codec}):scope=model" for codec in _SQUEEZED),
+            *(f"two_pass({codec};dense):memory=worker,scope=model" for codec in _SQUEEZED),
+            "two_pass(qsgd:levels=4;dense):memory=none,scope=model",
+            "two_pass(top_k:k=0.01;dense):memory=none,scope=model",
             *("powersgd:rank=2", "rotated:ratio=100,bases=learned"),
         ],
         (0.1, 0.2),
         links=("10Mbit/s+1ms", "100Mbit/s+1ms", "1Gbit/s+0.1ms", "10Gbit/s+0.1ms"),
-        notes=["MEM-SGD is two_pass(...;dense):memory=worker; an epoch is 30 steps."],
+        notes=["MEM-SGD is two_pass(...;dense):memory=worker; an epoch is 50 steps."],
     ),
     "cifarnet": Study(
         "CifarNet on patches of photographs",
@@ -118,7 +120,7 @@ STUDIES: Mapping[str, Study] = {
             workers=(4,),
             batch_per_worker=16,
             epochs=1,
-            epoch_steps=150,
+            epoch_steps=100,
         ),
         [
             *("powersgd:rank=2", "error_feedback(top_k:k=0.01)", "error_feedback(one_bit)"),
@@ -129,7 +131,7 @@ STUDIES: Mapping[str, Study] = {
     ),
     "isgq": Study(
         "ISGQ and its rivals, on 1 to 8 workers",
-        Config(data="fashion", model="fc", workers=(4,), total_batch=64, epochs=1, epoch_steps=400),
+        Config(data="fashion", model="fc", workers=(4,), total_batch=64, epochs=1, epoch_steps=200),
         [
             *("isgq", "dithered:levels=3,bucket=row", "naive:levels=2", "minimum_variance:levels=2"),
             *("minimum_variance_unbiased:levels=2", "minimum_variance:levels=4"),

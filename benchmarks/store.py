@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import sys
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -19,6 +20,7 @@ import isgq
 from analysis.report import ReportError
 from analysis.runs import write_atomically
 from benchmarks.simulation import Outcome, Point, simulate
+from isgq.launch import follow_parent
 from training.config import Config
 
 _WITHOUT_EFFECT = {"out", "resume", "telemetry", "timeout"}
@@ -72,12 +74,18 @@ def run(config: Config, folder: Path) -> Outcome:
     return outcome
 
 
+def _begin() -> None:
+    """Prepare a process for runs."""
+    threading.Thread(target=follow_parent, daemon=True).start()
+    torch.set_num_threads(1)
+
+
 def run_all(configs: Iterable[Config], folder: Path, processes: int) -> list[Outcome]:
     """The same for many, in so many processes of one thread each."""
     wanted = list(configs)
     if processes == 1:
         return [run(config, folder) for config in wanted]
     missing = list(dict.fromkeys(config for config in wanted if load(config, folder) is None))
-    with ProcessPoolExecutor(processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), _begin) as pool:
         list(pool.map(partial(run, folder=folder), missing))
     return [run(config, folder) for config in wanted]

@@ -154,7 +154,7 @@ def _run(
 ) -> None:
     """One rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    threading.Thread(target=follow_parent, daemon=True).start()
     torch.set_num_threads(threads)
     # All ranks are forked with the same numbers; this one's begin anew before it is anybody's, as in a fresh process.
     np.random.seed()  # noqa: NPY002
@@ -174,7 +174,7 @@ def _run(
     pipe.send_bytes(report)
 
 
-def _follow_parent() -> None:
+def follow_parent() -> None:
     """End this process when the one that started it is gone, killed perhaps."""
     parent = multiprocessing.parent_process()
     assert parent is not None
