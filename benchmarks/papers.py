@@ -71,7 +71,7 @@ STUDIES: Mapping[str, Study] = {
         "rTop-k on a language model",
         replace(_TEXT, model="lstm_lm:width=32", workers=(5,), batch_per_worker=4, epoch_steps=120),
         [*_sparse("0.01", "0.001"), "powersgd:rank=2", "subspace:rank=4,step=1", "rotated:ratio=200,bases=learned"],
-        (0.3, 1.0),
+        (1.0, 3.0),
         {"every step": {}, "federated, 8 steps": {"local_steps": 8}},
         {"federated, 8 steps": [*_sparse("0.01", "0.001"), *_FEDERATED]},
         notes=["Federated: bytes are those of a round, divided by its steps; changes of models have no factors."],
@@ -120,7 +120,7 @@ STUDIES: Mapping[str, Study] = {
             workers=(4,),
             batch_per_worker=16,
             epochs=1,
-            epoch_steps=100,
+            epoch_steps=150,
         ),
         [
             *("powersgd:rank=2", "error_feedback(top_k:k=0.01)", "error_feedback(one_bit)"),
