@@ -106,11 +106,12 @@ def test_when_a_loss_is_reached_and_what_a_row_says() -> None:
     steps = Steps([0.3, 0.1, 0.2], 10.0, 100.0, 166.0, 1.0)
     fast, slow = (row(task, steps, [2.0, 1.0], 5, loss) for task, loss in ((SMALL, 2.0), (SMALL, 0.5)))
     assert (fast["seconds_to_loss"], fast["ratio"]) == (pytest.approx(1.0), 1.0)
+    assert fast["link_seconds"] == pytest.approx(100 / 12.5e6)
     assert slow["seconds_to_loss"] is None
     failed = {"link": "1Gbit/s", "method": "x", "failed": "rank 1"}
     lines = table([fast, {**slow, "method": "y"}, failed]).splitlines()
     assert len({line.count("|") for line in lines}) == 1
-    assert "| 200.0 | 10 | 166 | 1.000 | 1.0000 | 5 | 1.00 | 1.0 |" in lines[2]
+    assert "| 200.0 | 0.0 | 10 | 166 | 1.000 | 1.0000 | 5 | 1.00 | 1.0 |" in lines[2]
     assert "| - | - | - |" in lines[3]
 
 
