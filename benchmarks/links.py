@@ -10,7 +10,7 @@ For each method (:mod:`benchmarks.contenders`), with the same network, samples a
     ms          median time of a step on the link, optimizer included, after some that are not counted
     sent        bytes that a worker hands over in a step, as the ledger counts: a message for all once
     wire        what gloo's rings make of them: hops of N - 1 neighbours, and its own 144 bytes a message
-    bytes alone what these take one way on an idle link, in ms: a model, without latency
+    alone       ms that these bytes take one way on an idle link: a model, without latency
     counted     bytes that the interface has sent and received, halved, in a step
     ratio       counted / (wire + 66 bytes a packet, for Ethernet, IP and TCP)
     to loss     steps until the test loss is that which DDP has reached after half of its steps, or that of ``--loss``
@@ -169,7 +169,7 @@ def row(task: Task, steps: Steps, losses: Sequence[float], every: int, loss: flo
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown; the last column is in times DDP's on the same link, if that is among the rows."""
-    columns = "link | method | ms | bytes alone | sent | counted | ratio | last loss | to loss | seconds | DDP's over it"
+    columns = "link | method | ms | alone | sent | counted | ratio | last loss | to loss | seconds | DDP's over it"
     plain = {each["link"]: each.get("seconds_to_loss") for each in rows if each["method"] == "ddp"}
     lines = [f"| {columns} |", "|---" * (columns.count("|") + 1) + "|"]
     for each in rows:
