@@ -142,7 +142,7 @@ class Rounds(TwoPass):
         if held is None and error is None:
             return
         if held is None:
-            held, given = self._remembered(block, None), torch.zeros(())
+            held, given = self._remembered(block, None), torch.zeros((), dtype=torch.float32)
         else:
             given = held if basis is None else coefficients[block.name]
         if error is not None:
@@ -156,8 +156,8 @@ class Rounds(TwoPass):
         """The memory of a block, plus the gradients if given."""
         parts = {}
         for name, shape in block.shapes.items():
-            gradient = torch.zeros(shape) if gradients is None else gradients[name].detach().to(torch.float32)
-            parts[name] = gradient + self._memory.read(name, gradient).to(gradient.device)
+            given = torch.zeros(shape) if gradients is None else gradients[name].detach()
+            parts[name] = given.float() + self._memory.read(name, given).to(given.device)
         return block.join(parts)
 
     def _round(

@@ -46,25 +46,26 @@ def backward(model: nn.Module, step: int, uses_left: bool) -> None:
     F.cross_entropy(parts["head"](h.relu()), torch.randint(4, (5,), generator=generator)).backward()
 
 
-def branches(steps: int) -> dict[str, Any]:
-    """Rank 0 uses the left branch, the others the right; two backward passes a step."""
+def branches(steps: int, swap: bool = False) -> dict[str, Any]:
+    """Rank 0 uses the left branch, the others the right, or in turn; two backward passes a step."""
     model, lr = several(), 0.05
     with isgq.instrument(model, "subspace:rank=2,step=1.5") as session:
         mine, applied = [torch.zeros(p.shape, dtype=torch.float64) for p in model.parameters()], 0.0
         for step in range(steps):
+            left = (dist.get_rank() == 0) != (swap and step % 2 == 1)
             model.zero_grad()
             with session.no_sync():
-                backward(model, 2 * step, dist.get_rank() == 0)
+                backward(model, 2 * step, left)
             local = [0 if p.grad is None else p.grad.double() for p in model.parameters()]
             del local
             twin = several()
             twin.load_state_dict(model.state_dict())
             for part in (2 * step, 2 * step + 1):
-                backward(twin, part, dist.get_rank() == 0)
+                backward(twin, part, left)
             for total, p in zip(mine, twin.parameters(), strict=True):
                 if p.grad is not None:
                     total += p.grad.double()
-            backward(model, 2 * step + 1, dist.get_rank() == 0)
+            backward(model, 2 * step + 1, left)
             applied = applied + torch.cat([
                 p.grad.double().reshape(-1) for p in model.parameters() if p.grad is not None
             ])
@@ -120,6 +121,9 @@ def damaged(transfer: int) -> dict[str, Any]:
 
 def train(steps: int) -> dict[str, Any]:
     report: dict[str, Any] = {"branches": branches(8)}
+    torch.set_default_dtype(torch.float64)
+    report["branches in double"] = branches(4, swap=True)
+    torch.set_default_dtype(torch.float32)
     report["damaged"] = {name: damaged(transfer) for name, transfer in TRANSFERS.items()}
     for name, options in MODES.items():
         model = network()
@@ -180,9 +184,10 @@ def test_bytes_are_those_predicted_from_two_rounds_of_messages(reports: list[dic
             assert moved == pytest.approx(predicted, rel=0.1)
 
 
-def test_branches_that_other_ranks_use_and_passes_that_accumulate(reports: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", ["branches", "branches in double"])
+def test_branches_that_other_ranks_use_and_passes_that_accumulate(reports: list[dict[str, Any]], name: str) -> None:
     for report in reports:
-        case = report["branches"]
+        case = report[name]
         assert case["error"] < 1e-5
         assert case["same"] == 1
         assert {"conv.weight", "table.weight", "norm.bias", "head.bias"} <= set(case["memory"])
