@@ -151,10 +151,15 @@ class Gather:
             self._memories[where] = memory
 
     def encode(self, step: Step) -> Outgoing:
-        """This rank's records of all carriers that have a gradient; never raises, the other ranks must hear of it."""
-        self.sizes, self._about = Counter(), ""
+        """This rank's records of all carriers that have a gradient; never raises."""
+        self.sizes = Counter()
+        return self._told(step, lambda: self._encode(step))
+
+    def _told(self, step: Step, make: Callable[[], Outgoing]) -> Outgoing:
+        """What this rank makes, or why it cannot; never raises, the other ranks must hear of it."""
+        self._about = ""
         try:
-            return self._encode(step)
+            return make()
         except NonFiniteError as error:
             return Outgoing(status=Status.NON_FINITE, parameter=step.position(self._about), error=error)
         except Exception as error:

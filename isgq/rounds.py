@@ -94,20 +94,28 @@ class Rounds(TwoPass):
         return super().encode(self._left)
 
     def _reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
-        assert self._left is not None
-        means, blocks = super()._reduce(self._left, outgoing, headers), self._blocks
-        errors, sizes, moved = self._errors(self._left), self.sizes, (self.up, self.down)
-        bases = {name: orthonormal(mean) for name, mean in means.items() if blocks[name].directions}
+        left, blocks = self._left, self._blocks
+        assert left is not None
+        answers = self._answers(left, outgoing, headers)
+        errors, moved = self._errors(left), (self.up, self.down)
+        answered = dict.fromkeys(rows.name for carriers, _ in answers for carrier in carriers for rows in carrier.rows)
+        means: dict[str, Tensor] = {}
+        bases: dict[str, Tensor] = {}
 
         def coefficients(name: str) -> Tensor:
             matrix = self._compensated[name]
             return bases[name].to(matrix.device) @ matrix
 
-        wanted = {name: (len(basis), blocks[name].columns) for name, basis in bases.items()}
+        wanted = {name: (blocks[name].directions, blocks[name].columns) for name in answered if blocks[name].directions}
         right = self._round(step, "right", wanted, coefficients)
-        outgoing = super().encode(right)
+
+        def turn() -> Outgoing:
+            means.update(self._means_in(left, answers))
+            bases.update({name: orthonormal(means[name]) for name in wanted})
+            return self._encode(right)
+
+        outgoing = self._told(right, turn)  # what cannot be read on one rank only, all must hear of
         found = super()._reduce(right, outgoing, super()._agree_again(right, outgoing, headers))
-        self.sizes.update(sizes)
         self.up, self.down = (
             [a + b for a, b in zip(*pair, strict=True)] for pair in zip(moved, (self.up, self.down), strict=True)
         )
@@ -134,7 +142,7 @@ class Rounds(TwoPass):
         if held is None and error is None:
             return
         if held is None:
-            held, given = self._remembered(block, None), torch.zeros(())
+            held, given = self._remembered(block, None), torch.zeros((), dtype=torch.float32)
         else:
             given = held if basis is None else coefficients[block.name]
         if error is not None:
@@ -148,8 +156,8 @@ class Rounds(TwoPass):
         """The memory of a block, plus the gradients if given."""
         parts = {}
         for name, shape in block.shapes.items():
-            gradient = torch.zeros(shape) if gradients is None else gradients[name].detach().to(torch.float32)
-            parts[name] = gradient + self._memory.read(name, gradient).to(gradient.device)
+            given = torch.zeros(shape) if gradients is None else gradients[name].detach()
+            parts[name] = given.float() + self._memory.read(name, given).to(given.device)
         return block.join(parts)
 
     def _round(

@@ -11,11 +11,10 @@ from torch import Tensor
 from isgq.aggregate import NOTHING, Gather, Outgoing, Step
 from isgq.codecs.feedback import memory_of
 from isgq.core.codec import Codec
-from isgq.core.errors import NonFiniteError
 from isgq.exchange import Exchange
 from isgq.records import Carrier, DirectCarrier, Record
 from isgq.rows import scatter
-from isgq.wire.header import LENGTH_BYTES, Header, Status, pack_length, unpack_length
+from isgq.wire.header import LENGTH_BYTES, Header, pack_length, unpack_length
 
 
 class TwoPass(Gather):
@@ -63,19 +62,28 @@ class TwoPass(Gather):
             self._incoming = [unpack_length(raw) for raw in told] if serves else [0] * ranks
 
     def _reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
+        return self._means_in(step, self._answers(step, outgoing, headers))
+
+    def _answers(
+        self, step: Step, outgoing: Outgoing, headers: Sequence[Header]
+    ) -> list[tuple[list[DirectCarrier], Tensor]]:
+        """What each server replies, and of which carriers."""
         received = self._exchange.all_to_all(outgoing.messages, self._incoming).wait()
         used = [any(flags) for flags in zip(*(header.used for header in headers), strict=True)]
         replies = [carrier for carrier in replies_of(step.carriers, self._down) if step.sends(carrier, used)]
-        reply = self._reply(step, replies, headers, received)
+        reply = self._told(step, lambda: self._reply(step, replies, headers, received))
         answers = super()._agree_again(step, reply, headers)
         mine = reply.messages[0]
         lengths = [answer.length for answer in answers]
         down = self._exchange.all_to_all([mine] * self._exchange.world_size, lengths).wait()
         self.up = [message.numel() for message in outgoing.messages[: self.servers]]
         self.down = lengths[: self.servers]
+        return [([c for c in replies if c.server == server], message) for server, message in enumerate(down)]
+
+    def _means_in(self, step: Step, answers: Sequence[tuple[Sequence[DirectCarrier], Tensor]]) -> dict[str, Tensor]:
+        """The means by parameter name."""
         means: dict[str, Tensor] = {}
-        for server, message in enumerate(down):
-            served = [carrier for carrier in replies if carrier.server == server]
+        for server, (served, message) in enumerate(answers):
             decode_reply(served, self._read(step, served, message, server), means)
         return means
 
@@ -86,17 +94,16 @@ class TwoPass(Gather):
         headers: Sequence[Header],
         received: Sequence[Tensor],
     ) -> Outgoing:
-        """This server's averages, compressed again; never raises, the other ranks must hear of it."""
+        """This server's averages, compressed again."""
         rank = self._exchange.rank
-        try:
-            served = [carrier for carrier in step.carriers if carrier.server == rank]
-            means = self._average(step, served, headers, received)
-            records = [(c, c.encode(means, step.key(c.name, rank))) for c in replies if c.server == rank]
-            return Outgoing([self._message(step, records, copies=self._exchange.world_size - 1)])
-        except NonFiniteError as error:
-            return Outgoing(status=Status.NON_FINITE, error=error)
-        except Exception as error:
-            return Outgoing(status=Status.FAILED, error=error)
+        served = [carrier for carrier in step.carriers if carrier.server == rank]
+        means = self._average(step, served, headers, received)
+        records: list[tuple[Carrier, Record]] = []
+        for carrier in replies:
+            if carrier.server == rank:
+                self._about = carrier.names[0]
+                records.append((carrier, carrier.encode(means, step.key(carrier.name, rank))))
+        return Outgoing([self._message(step, records, copies=self._exchange.world_size - 1)])
 
 
 def replies_of(carriers: Sequence[Carrier], down: Codec) -> list[DirectCarrier]:

@@ -21,7 +21,7 @@ import isgq
 from isgq.core.errors import RankError
 from isgq.exchange import Pending, TorchExchange
 from isgq.launch import launch
-from tests.test_faults import CODEC, TWO_PASS, make, outcome, whole
+from tests.test_faults import CODEC, SUBSPACE, TOP_K, TWO_PASS, make, outcome, whole
 from tests.test_launch import alive
 
 JOB = 60.0  # timeout of the job's ranks for one another
@@ -50,14 +50,16 @@ class Phase(NamedTuple):
 
     collective: int
     options: dict[str, Any]
+    codec: str = CODEC
 
 
 PHASES = {
     "before forward": Phase(0, {}),
     "before the header": Phase(1, {}),
     "between header and message": Phase(2, {}),
-    "between its shard and the reply's header": Phase(3, TWO_PASS),
-    "in the reply": Phase(4, TWO_PASS),
+    "between its shard and the reply's header": Phase(3, TWO_PASS, TOP_K),
+    "in the reply": Phase(4, TWO_PASS, TOP_K),
+    "between two rounds": Phase(6, {}, SUBSPACE),
 }
 HARMS: dict[str, Callable[[], None]] = {"killed": kill, "stopped": stop, "delayed": delay, "a little late": dawdle}
 
@@ -93,7 +95,7 @@ def suffer(cases: Sequence[tuple[str, str]]) -> tuple[str, float, list[Tensor], 
     case, rank = divmod(dist.get_rank(), RANKS)
     how, phase = cases[case][0], PHASES[cases[case][1]]
     exchange, model = Harmed(groups[case]), make()
-    isgq.instrument(model, CODEC if not phase.options else "top_k:k=0.5", exchange=exchange, **phase.options)
+    isgq.instrument(model, phase.codec, exchange=exchange, **phase.options)
     whole(model, rank)
     model.zero_grad()
     dist.barrier()  # so that nobody waits for a rank that is still starting
@@ -121,6 +123,7 @@ CASES = [
     ("killed", "between header and message"),
     ("killed", "between its shard and the reply's header"),
     ("killed", "in the reply"),
+    ("killed", "between two rounds"),
     ("stopped", "before forward"),
     ("stopped", "in the reply"),
     ("delayed", "between header and message"),

@@ -1,5 +1,7 @@
 """A common subspace: what is applied and what is remembered make up the gradients, on replicas that stay equal."""
 
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ import isgq
 from isgq.bandwidth import predict
 from isgq.codecs.subspace import Subspace, first_basis, orthonormal
 from isgq.core.errors import OptionError
-from isgq.exchange import Loopback
+from isgq.exchange import Loopback, Pending, TorchExchange
 from isgq.launch import launch
 from tests.test_aggregate import fingerprint, gather_objects, identities, left_out, network, step_once
+from tests.test_faults import outcome
 
 SPEC = "subspace:rank=2"
 MODES = {"two_pass": {}, "server": {"aggregate": "server"}, "plain means": {"down": "dense"}}
@@ -43,25 +46,26 @@ def backward(model: nn.Module, step: int, uses_left: bool) -> None:
     F.cross_entropy(parts["head"](h.relu()), torch.randint(4, (5,), generator=generator)).backward()
 
 
-def branches(steps: int) -> dict[str, Any]:
-    """Rank 0 uses the left branch, the others the right; two backward passes a step."""
+def branches(steps: int, swap: bool = False) -> dict[str, Any]:
+    """Rank 0 uses the left branch, the others the right, or in turn; two backward passes a step."""
     model, lr = several(), 0.05
     with isgq.instrument(model, "subspace:rank=2,step=1.5") as session:
         mine, applied = [torch.zeros(p.shape, dtype=torch.float64) for p in model.parameters()], 0.0
         for step in range(steps):
+            left = (dist.get_rank() == 0) != (swap and step % 2 == 1)
             model.zero_grad()
             with session.no_sync():
-                backward(model, 2 * step, dist.get_rank() == 0)
+                backward(model, 2 * step, left)
             local = [0 if p.grad is None else p.grad.double() for p in model.parameters()]
             del local
             twin = several()
             twin.load_state_dict(model.state_dict())
             for part in (2 * step, 2 * step + 1):
-                backward(twin, part, dist.get_rank() == 0)
+                backward(twin, part, left)
             for total, p in zip(mine, twin.parameters(), strict=True):
                 if p.grad is not None:
                     total += p.grad.double()
-            backward(model, 2 * step + 1, dist.get_rank() == 0)
+            backward(model, 2 * step + 1, left)
             applied = applied + torch.cat([
                 p.grad.double().reshape(-1) for p in model.parameters() if p.grad is not None
             ])
@@ -80,8 +84,47 @@ def branches(steps: int) -> dict[str, Any]:
         }
 
 
+class Damaging(TorchExchange):
+    """What one rank gets of another in a certain transfer from each to each is damaged."""
+
+    left = 0
+
+    def all_to_all(self, messages: Sequence[Tensor], lengths: Sequence[int]) -> Pending[list[Tensor]]:
+        pending = super().all_to_all(messages, lengths)
+        self.left -= 1
+        return Pending(lambda: self._damaged(pending.wait())) if self.left == 0 else pending
+
+    def _damaged(self, parts: list[Tensor]) -> list[Tensor]:
+        parts[0][-1] ^= 1
+        return parts
+
+
+TRANSFERS = {"messages": 2, "replies": 3, "later messages": 5}
+"""Of a step, after which all ranks agree once more; lengths travel ahead of each round's messages."""
+HARMED = 1
+
+
+def damaged(transfer: int) -> dict[str, Any]:
+    exchange, model = Damaging(dist.new_group(timeout=timedelta(seconds=5))), network()
+    with isgq.instrument(model, SPEC, exchange=exchange) as session:
+        step_once(model, 0)
+        before = session.state_dict()["memory"]
+        exchange.left = transfer if dist.get_rank() == HARMED else 0
+        said = outcome(lambda: step_once(model, 1))
+        after = session.state_dict()["memory"]
+        for where, memory in before.items():
+            assert memory.keys() == after[where].keys()
+            assert all(torch.equal(memory[name], after[where][name]) for name in memory)
+        step_once(model, 1)
+        return {"said": said, "same": len(set(gather_objects(fingerprint(model)))) == 1}
+
+
 def train(steps: int) -> dict[str, Any]:
     report: dict[str, Any] = {"branches": branches(8)}
+    torch.set_default_dtype(torch.float64)
+    report["branches in double"] = branches(4, swap=True)
+    torch.set_default_dtype(torch.float32)
+    report["damaged"] = {name: damaged(transfer) for name, transfer in TRANSFERS.items()}
     for name, options in MODES.items():
         model = network()
         with isgq.instrument(model, SPEC, **options) as session:
@@ -141,12 +184,22 @@ def test_bytes_are_those_predicted_from_two_rounds_of_messages(reports: list[dic
             assert moved == pytest.approx(predicted, rel=0.1)
 
 
-def test_branches_that_other_ranks_use_and_passes_that_accumulate(reports: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", ["branches", "branches in double"])
+def test_branches_that_other_ranks_use_and_passes_that_accumulate(reports: list[dict[str, Any]], name: str) -> None:
     for report in reports:
-        case = report["branches"]
+        case = report[name]
         assert case["error"] < 1e-5
         assert case["same"] == 1
         assert {"conv.weight", "table.weight", "norm.bias", "head.bias"} <= set(case["memory"])
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_what_one_rank_cannot_read_refuses_the_step_on_all(reports: list[dict[str, Any]], transfer: str) -> None:
+    for report in reports:
+        case = report["damaged"][transfer]
+        assert case["said"].startswith(f"PeerError: rank {HARMED}, step 1: ")
+        assert case["said"] == reports[0]["damaged"][transfer]["said"]
+        assert case["same"]
 
 
 def test_with_fine_steps_it_is_powersgd() -> None:
