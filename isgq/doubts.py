@@ -16,13 +16,14 @@ class Doubts:
 
     Args:
         names: of all parameters, in the order of the headers' bitmaps.
+        whole: whether a gradient can travel whole; not in a common subspace.
 
     Attributes:
         reasons: by parameter name; this rank's, and those of other ranks that have been heard.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self, names: Sequence[str], *, whole: bool) -> None:
+        self._names, self._whole = names, whole
         self.reasons: dict[str, str] = {}
         self._untold: list[str] = []
 
@@ -30,8 +31,12 @@ class Doubts:
         """This rank doubts a parameter's compression.
 
         Raises:
-            InstrumentError: there is no parameter of that name.
+            InstrumentError: there is no parameter of that name, or none can travel whole.
         """
+        if not self._whole:
+            raise InstrumentError(
+                f"{name!r} cannot travel whole: a session with codec subspace has no record of it alone"
+            )
         if name not in self._names:
             raise InstrumentError(f"no trainable parameter is called {name!r}; there are {', '.join(self._names)}")
         if name not in self.reasons:

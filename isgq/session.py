@@ -88,7 +88,7 @@ class Session:
         self._sizes, self._outdated, self._local_only = Sizes(), False, False
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = list(self._parameters)
-        self._doubts = Doubts(self._names)
+        self._doubts = Doubts(self._names, whole=choice.subspace is None)
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._units, self._reasons = ([], {}) if self._policy == "dense" else find_units(model, skip)
         self._windows = {name: Window(name, p) for name, p in self._parameters.items()}
@@ -275,7 +275,7 @@ class Session:
         self._aggregate.observer = observer
 
     def doubt(self, name: str, reason: str) -> None:
-        """Let a gradient travel whole, from this rank's next step on and soon from all; InstrumentError if unknown."""
+        """Let a gradient travel whole, from this rank's next step on and soon from all; InstrumentError if it cannot."""
         self._doubts.add(name, reason)
         self._doubts.apply(self._carriers)
 

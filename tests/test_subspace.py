@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import isgq
 from isgq.bandwidth import predict
 from isgq.codecs.subspace import Subspace, first_basis, orthonormal
-from isgq.core.errors import OptionError
+from isgq.core.errors import InstrumentError, OptionError
 from isgq.exchange import Loopback, Pending, TorchExchange
 from isgq.launch import launch
 from tests.test_aggregate import fingerprint, gather_objects, identities, left_out, network, step_once
@@ -265,3 +265,11 @@ def test_only_sessions_take_it() -> None:
         isgq.ddp.comm_hook(SPEC)
     with pytest.raises(OptionError, match="ranks of a session"):
         isgq.choose_codecs(SPEC, None)
+
+
+def test_no_gradient_of_it_travels_whole() -> None:
+    with (
+        isgq.instrument(network(), SPEC) as session,
+        pytest.raises(InstrumentError, match=r"'0\.weight' cannot travel"),
+    ):
+        session.doubt("0.weight", "it drifts")
