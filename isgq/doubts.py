@@ -34,9 +34,7 @@ class Doubts:
             InstrumentError: there is no parameter of that name, or none can travel whole.
         """
         if not self._whole:
-            raise InstrumentError(
-                f"{name!r} cannot travel whole: a session with codec subspace has no record of it alone"
-            )
+            raise InstrumentError(f"{name!r} cannot travel whole: in a common subspace no record is its own")
         if name not in self._names:
             raise InstrumentError(f"no trainable parameter is called {name!r}; there are {', '.join(self._names)}")
         if name not in self.reasons:

@@ -275,7 +275,7 @@ class Session:
         self._aggregate.observer = observer
 
     def doubt(self, name: str, reason: str) -> None:
-        """Let a gradient travel whole, from this rank's next step on and soon from all; InstrumentError if it cannot."""
+        """Let a gradient travel whole, from this rank's next step on and soon from all; InstrumentError if not."""
         self._doubts.add(name, reason)
         self._doubts.apply(self._carriers)
 

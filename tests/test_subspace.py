@@ -270,6 +270,6 @@ def test_only_sessions_take_it() -> None:
 def test_no_gradient_of_it_travels_whole() -> None:
     with (
         isgq.instrument(network(), SPEC) as session,
-        pytest.raises(InstrumentError, match=r"'0\.weight' cannot travel"),
+        pytest.raises(InstrumentError, match="cannot travel"),
     ):
         session.doubt("0.weight", "it drifts")
