@@ -6,6 +6,7 @@ ddp:powersgd=R      with torch's PowerSGD hook of rank R, in one bucket: with mo
 hook:SPEC           DistributedDataParallel with :func:`isgq.ddp.comm_hook`
 ahead:SPEC          a session with that codec that sends while backward goes on, in buckets of 0.01 MiB
 two_pass:SPEC       a session with ``aggregate="two_pass"`` and the codec both ways
+two_pass_model:SPEC the same with the whole model as one vector
 auto                a session that chooses for the link
 SPEC                a session with that codec
 """
@@ -27,7 +28,7 @@ import data
 import isgq
 import models
 from isgq.bandwidth import Link
-from isgq.choice import choose
+from isgq.choice import Scope, choose
 from isgq.core.errors import OptionError
 from isgq.ddp import comm_hook
 from isgq.exchange import Pending, TorchExchange
@@ -36,6 +37,7 @@ _FRAMES = 3 * 48  # bytes of gloo's own with each of its messages: two notices a
 _ONE_BUCKET = 1 << 12  # MB
 _AHEAD = 0.01  # MiB of a bucket that is sent ahead
 _PLAIN_STEPS = 2  # of PowerSGD, which it wants to begin with
+_TWO_PASS: dict[str, Scope] = {"two_pass": "tensor", "two_pass_model": "model"}
 
 
 def ring_gather(size: float, workers: int) -> float:
@@ -124,8 +126,8 @@ def check(task: Task) -> None:
     kind, _, spec = task.method.partition(":")
     if kind == "ddp":
         _torch_hook(spec, 0)
-    elif kind == "two_pass":
-        choose(spec, None, "tensor", "two_pass", spec, "both")
+    elif kind in _TWO_PASS:
+        choose(spec, None, _TWO_PASS[kind], "two_pass", spec, "both")
     elif kind == "hook":
         comm_hook(spec)
     elif kind == "ahead":
@@ -251,8 +253,9 @@ def trainer(task: Task) -> Iterator[Trainer]:
 
 def _session(task: Task, model: nn.Module, exchange: Counted) -> isgq.Session:
     kind, _, spec = task.method.partition(":")
-    if kind == "two_pass":
-        return isgq.instrument(model, spec, aggregate="two_pass", down=spec, seed=task.seed, exchange=exchange)
+    if kind in _TWO_PASS:
+        how: dict[str, Any] = {"scope": _TWO_PASS[kind], "aggregate": "two_pass", "down": spec}
+        return isgq.instrument(model, spec, seed=task.seed, exchange=exchange, **how)
     if kind == "ahead":
         return isgq.instrument(model, spec, bucket_cap_mb=_AHEAD, seed=task.seed, exchange=exchange)
     return isgq.instrument(model, _session_codec(task), seed=task.seed, exchange=exchange)
