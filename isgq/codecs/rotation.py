@@ -32,12 +32,12 @@ class Vectors:
     """The rows of ``mixing @ rows``, of which those are made that are asked for: few of many are sent.
 
     Attributes:
-        mixing: float64 ``[j, r]``.
         rows: float64 ``[r, n]``.
+        mixing: float64 ``[j, r]``; None where the rows are the vectors.
     """
 
-    mixing: Tensor
     rows: Tensor
+    mixing: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -46,7 +46,11 @@ class Vectors:
 
     def __getitem__(self, index: Tensor | slice) -> Tensor:
         """Float64 ``[k, n]``: those of these numbers."""
-        return self.mixing[index] @ self.rows
+        return self.rows[index] if self.mixing is None else self.mixing[index] @ self.rows
+
+    def first(self, count: int) -> "Vectors":
+        """The first so many."""
+        return Vectors(self.rows[:count]) if self.mixing is None else Vectors(self.rows, self.mixing[:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +96,7 @@ def decompose(factors: Factors, contract: Contract, key: Key) -> Atoms:
     if atoms.weights.numel() and not float(atoms.weights[0]) < _LARGEST:
         raise NonFiniteError(f"the gradient of {key.name!r} reaches beyond float32")
     kept = int((atoms.weights.to(torch.bfloat16) > 0).sum())
-    left, right = (Vectors(side.mixing[:kept], side.rows) for side in (atoms.left, atoms.right))
-    return Atoms(atoms.weights[:kept], left, right)
+    return Atoms(atoms.weights[:kept], atoms.left.first(kept), atoms.right.first(kept))
 
 
 def atoms_of_factors(x: Tensor, d: Tensor) -> Atoms:
@@ -108,7 +111,7 @@ def atoms_of_factors(x: Tensor, d: Tensor) -> Atoms:
     mixing = basis * lengths  # E L^1/2: K = mixing^T D
     weights, rotation = _directions(mixing.T @ (d @ d.T) @ mixing)
     left, right = (mixing @ rotation / weights).T, (basis / lengths @ rotation).T
-    return Atoms(weights, Vectors(left, d), Vectors(right, x))
+    return Atoms(weights, Vectors(d, left), Vectors(x, right))
 
 
 def atoms_of_matrix(gradient: Tensor) -> Atoms:
@@ -118,7 +121,7 @@ def atoms_of_matrix(gradient: Tensor) -> Atoms:
         turned = atoms_of_matrix(g.T)
         return Atoms(turned.weights, turned.right, turned.left)
     weights, rotation = _directions(g @ g.T)
-    return Atoms(weights, Vectors(rotation.T, torch.eye(len(g)).to(g)), Vectors((rotation / weights).T, g))
+    return Atoms(weights, Vectors(rotation.T), Vectors(g, (rotation / weights).T))
 
 
 def _directions(gram: Tensor) -> tuple[Tensor, Tensor]:
