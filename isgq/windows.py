@@ -227,8 +227,15 @@ class Window:
             place.tensor = self.parameter.grad
 
     def memory(self) -> Tensor | None:
-        """Where the next mean may be written: what ``p.grad`` was before it was dropped, if nobody holds it."""
-        if self.parameter.device.type != "cpu" or self.parameter.grad is not None:
+        """Where the next mean may be written, once this rank's contribution is not needed any more.
+
+        That is the contribution itself, or what ``p.grad`` was before it was dropped, if nobody holds it.
+        """
+        grad = self.parameter.grad
+        if grad is not None:
+            replaced = self.touched and self.before is None and not self.owed
+            return grad.detach() if replaced and grad.is_contiguous() else None
+        if self.parameter.device.type != "cpu":
             return None
         self._place = self._place or Place()
         last = self._place.free()

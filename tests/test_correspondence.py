@@ -83,6 +83,24 @@ def test_later_messages_say_what_is_new(spec: str) -> None:
         last = records
 
 
+def test_its_own_message_a_rank_reads_only_if_it_is_another() -> None:
+    all_, here = carriers("isgq"), Correspondence()
+    for number in range(2):
+        keys = step_of(all_, number).keys(all_, 1)
+        records = encode(all_, keys)
+        message, _ = here.write(all_, records, keys)
+        came = message.clone()
+        assert here.read(came, all_, keys) is records
+        for before, after in zip(records, here.read(came, all_, keys), strict=True):  # asked again, it reads
+            assert after is not before
+            assert_same(after, before)
+        message, _ = here.write(all_, records, keys)
+        came[-1] ^= 1
+        with pytest.raises(WireError, match="checksum"):
+            here.read(came, all_, keys)
+        here.commit()
+
+
 @pytest.mark.parametrize("spec", ["isgq", "rotated", "fp16", SHARED])
 @pytest.mark.parametrize("change", [{"step": 8}, {"rank": 2}, {"seed": 1}, {"name": "other"}])
 def test_a_message_of_another_step_rank_seed_or_tensor_is_an_error(spec: str, change: dict[str, Any]) -> None:
