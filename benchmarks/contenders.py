@@ -5,6 +5,7 @@ ddp:fp16            with torch's hook of that name
 ddp:powersgd=R      with torch's PowerSGD hook of rank R, in one bucket: with more it deadlocks on gloo
 hook:SPEC           DistributedDataParallel with :func:`isgq.ddp.comm_hook`
 ahead:SPEC          a session with that codec that sends while backward goes on, in buckets of 0.01 MiB
+inline:SPEC         a session with that codec whose messages of up to 12 KiB travel with the headers
 two_pass:SPEC       a session with ``aggregate="two_pass"`` and the codec both ways
 two_pass_model:SPEC the same with the whole model as one vector
 auto                a session that chooses for the link
@@ -36,6 +37,7 @@ from isgq.exchange import Pending, TorchExchange
 _FRAMES = 3 * 48  # bytes of gloo's own with each of its messages: two notices and a header
 _ONE_BUCKET = 1 << 12  # MB
 _AHEAD = 0.01  # MiB of a bucket that is sent ahead
+_INLINE = 12 << 10  # bytes of a message that travel with the header
 _PLAIN_STEPS = 2  # of PowerSGD, which it wants to begin with
 _TWO_PASS: dict[str, Scope] = {"two_pass": "tensor", "two_pass_model": "model"}
 
@@ -130,7 +132,7 @@ def check(task: Task) -> None:
         choose(spec, None, _TWO_PASS[kind], "two_pass", spec, "both")
     elif kind == "hook":
         comm_hook(spec)
-    elif kind == "ahead":
+    elif kind in {"ahead", "inline"}:
         choose(spec, None, "tensor", "gather", None, "both")
     else:
         choose(_session_codec(task), None, "tensor", "gather", None, "both")
@@ -258,4 +260,6 @@ def _session(task: Task, model: nn.Module, exchange: Counted) -> isgq.Session:
         return isgq.instrument(model, spec, seed=task.seed, exchange=exchange, **how)
     if kind == "ahead":
         return isgq.instrument(model, spec, bucket_cap_mb=_AHEAD, seed=task.seed, exchange=exchange)
+    if kind == "inline":
+        return isgq.instrument(model, spec, inline_bytes=_INLINE, seed=task.seed, exchange=exchange)
     return isgq.instrument(model, _session_codec(task), seed=task.seed, exchange=exchange)

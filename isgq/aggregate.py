@@ -120,6 +120,8 @@ class Gather:
         exchange: the transport.
         codec: the codec of gradients, whose memory follows the fate of each step; or None.
         pair: the codec of factors, what it learns likewise; or None.
+        inline: bytes of every message that travel with the header; a message that is no longer needs no transfer of
+            its own.
 
     Attributes:
         servers: how many ranks have a shard.
@@ -127,6 +129,7 @@ class Gather:
         sizes: bytes of this step's records that this rank has handed over, by parameter.
         up: bytes of this step's messages about each shard, this rank's own included.
         down: bytes of this step's replies about each shard.
+        inline: as given.
         rounds: how often the ranks exchange messages in a step.
         staleness: how many updates old this rank's last gradient was when it was applied; 0 for ranks in step.
         observer: called in every step before the ranks agree, or None.
@@ -135,8 +138,11 @@ class Gather:
     rounds, staleness = 1, 0
     observer: Observer | None = None
 
-    def __init__(self, exchange: Exchange, codec: Codec | None = None, pair: PairCodec | None = None) -> None:
+    def __init__(
+        self, exchange: Exchange, codec: Codec | None = None, pair: PairCodec | None = None, inline: int = 0
+    ) -> None:
         self.servers, self.rank, self.sizes = 1, exchange.rank, Counter[str]()
+        self.inline, self._inlined = inline, list[Tensor]()  # of every rank's message, what came with its header
         self.up: Sequence[int] = ()
         self.down: Sequence[int] = ()
         self._about = ""  # the parameter that is being encoded
@@ -209,8 +215,13 @@ class Gather:
             MismatchError: the ranks are at different steps or follow different plans.
             ExchangeError: some rank is missing.
         """
-        gathered = self._gathered(header_of(step, outgoing).pack())
-        return self._checked(step, outgoing, lambda: [Header.unpack(raw, len(step.names)) for raw in gathered])
+        head = header_of(step, outgoing).pack()
+        if self.inline:
+            beginning = outgoing.messages[0][: self.inline].cpu() if outgoing.messages else NOTHING
+            head = torch.cat([head, beginning, beginning.new_zeros(self.inline - beginning.numel())])
+        gathered, size = self._gathered(head), header_size(len(step.names))
+        self._inlined = [raw[size:] for raw in gathered]
+        return self._checked(step, outgoing, lambda: [Header.unpack(raw[:size], len(step.names)) for raw in gathered])
 
     def _agree_again(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> list[Header]:
         """The same within a step that all ranks have agreed on, by their headers of before."""
@@ -262,8 +273,17 @@ class Gather:
     def _reduce(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> dict[str, Tensor]:
         [message] = outgoing.messages
         self.up = [message.numel()]
-        received = self._exchange.all_gather(message, [header.length for header in headers]).wait()
-        return self._average(step, step.carriers, headers, received)
+        return self._average(step, step.carriers, headers, self._messages(message, headers))
+
+    def _messages(self, message: Tensor, headers: Sequence[Header]) -> list[Tensor]:
+        """Every rank's message, in rank order, after :meth:`agree`."""
+        lengths = [header.length for header in headers]
+        if not self.inline:
+            return self._exchange.all_gather(message, lengths).wait()
+        rests = [max(0, length - self.inline) for length in lengths]
+        rest = self._exchange.all_gather(message[self.inline :], rests).wait()
+        begun = [beginning[:length] for beginning, length in zip(self._inlined, lengths, strict=True)]
+        return [torch.cat(parts) if parts[1].numel() else parts[0] for parts in zip(begun, rest, strict=True)]
 
     def _average(
         self, step: Step, carriers: Sequence[Carrier], headers: Sequence[Header], messages: Sequence[Tensor]

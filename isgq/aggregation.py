@@ -40,5 +40,5 @@ def aggregation(
         servers = exchange.world_size if choice.aggregate == "two_pass" else 1
         return TwoPass(exchange, choice.direct, choice.down, servers)
     if bucket_cap_mb is not None:
-        return Overlapped(exchange, choice.direct, choice.pair, windows, bucket_cap_mb)
-    return Gather(exchange, choice.direct, choice.pair)
+        return Overlapped(exchange, choice.direct, choice.pair, windows, bucket_cap_mb, choice.inline_bytes)
+    return Gather(exchange, choice.direct, choice.pair, choice.inline_bytes)

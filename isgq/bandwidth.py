@@ -2,7 +2,7 @@
 
 With up_s the message about shard s, down_s the server's reply, h the header, all of them as every rank makes them:
 
-    gather      sends h + up, receives (N-1) (h + up)
+    gather      sends h + up, receives (N-1) (h + up); of i bytes inline, up is at least i
     two_pass    rank r sends h + sum_(s != r) (4 + up_s) + h' + (N-1) down_r
                        receives (N-1) (h + 4 + up_r + h') + sum_(s != r) down_s
     server      the same with one shard, of rank 0
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from isgq.aggregate import AggregateName
+from isgq.aggregate import AggregateName, Gather
 from isgq.core.errors import OptionError
 from isgq.wire.format import FRAME_BYTES
 from isgq.wire.header import LENGTH_BYTES, NEWS_BYTES, header_size
@@ -42,6 +42,7 @@ class Messages:
         dense: plain gradients that travel beside.
         parameters: number of trainable parameters.
         rounds: in how many rounds they go.
+        inline: bytes that travel with the header in one pass.
     """
 
     up: Sequence[int]
@@ -49,6 +50,18 @@ class Messages:
     dense: int
     parameters: int
     rounds: int = 1
+    inline: int = 0
+
+
+def messages_of(aggregate: Gather, dense: int, parameters: int) -> Messages:
+    """Those of the last step.
+
+    Args:
+        aggregate: a session's.
+        dense: see :class:`Messages`.
+        parameters: see :class:`Messages`.
+    """
+    return Messages(aggregate.up, aggregate.down, dense, parameters, aggregate.rounds, aggregate.inline)
 
 
 @dataclass(frozen=True)
@@ -92,8 +105,9 @@ def predict(aggregate: AggregateName, messages: Messages, workers: int, rank: in
     others = workers - 1
     dense = messages.dense
     if aggregate == "gather":
-        each = header_size(messages.parameters) + sum(messages.up)
-        return Moved(each + dense, others * each + (dense if others else 0), 2)
+        each = header_size(messages.parameters) + max(messages.inline, sum(messages.up))
+        transfers = 1 if sum(messages.up) <= messages.inline else 2
+        return Moved(each + dense, others * each + (dense if others else 0), transfers)
     if aggregate == "async":
         head = header_size(messages.parameters) + 8
         return Moved(head + sum(messages.up), header_size(0) + 8 + sum(messages.down), 2)

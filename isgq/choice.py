@@ -31,6 +31,7 @@ class Choice:
         max_staleness: of an asynchronous server; None for no bound.
         auto: what to choose from in the first step, instead of pair and direct; or None.
         subspace: in which the ranks make the mean in rounds, with the other codecs; None for one round without.
+        inline_bytes: of a message in one pass that travel with the header.
     """
 
     pair: PairCodec | None
@@ -41,14 +42,20 @@ class Choice:
     max_staleness: int | None = None
     auto: Auto | None = None
     subspace: Subspace | None = None
+    inline_bytes: int = 0
 
     def shards(self, ranks: int) -> int:
         """How many servers the gradients of a session are cut for."""
         return ranks if self.aggregate == "two_pass" and self.subspace is None else 1
 
+    @property
+    def agreed(self) -> dict[str, str]:
+        """What all ranks must have in common."""
+        return {**self.settings, "inline_bytes": str(self.inline_bytes)}
+
     @functools.cached_property
     def settings(self) -> dict[str, str]:
-        """What all ranks must have in common."""
+        """The same, as far as a state depends on it."""
         codecs: list[AnyCodec | Subspace | None] = [self.pair, self.subspace or self.direct]
         specs = (spec_of(c) if c is not None else "dense" for c in codecs)
         named = " + ".join(specs) if self.auto is None else self.auto.spec

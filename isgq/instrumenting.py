@@ -1,6 +1,7 @@
 """instrument(): what a user asks for, and what it means."""
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -15,6 +16,8 @@ from isgq.exchange import Exchange
 from isgq.planner import RoutePolicy
 from isgq.scaling import LossScale
 from isgq.session import Session
+
+_INLINE_LIMIT = 1 << 30
 
 
 def instrument(
@@ -36,6 +39,7 @@ def instrument(
     check_replicas: int = 0,
     skip_weight_grad: bool = True,
     bucket_cap_mb: float | None = None,
+    inline_bytes: int = 0,
     log: Callable[[str], None] | None = None,
 ) -> Session:
     """Synchronise the model's gradients over all ranks with quantized factors. A collective call.
@@ -72,6 +76,9 @@ def instrument(
             together as soon as these are there, see :mod:`isgq.overlap`. The same gradients; a few more bytes; worth it
             where the link takes about as long as the backward pass. None: all goes when backward ends. With
             ``aggregate="gather"`` and ``sync="backward"``.
+        inline_bytes: so many bytes of each rank's message travel with the header, filled up with zeros where the
+            message is shorter. If all messages fit (``session.messages().up`` tells how long they are), a step waits
+            for the link once instead of twice, which halves what latency takes. With ``aggregate="gather"``.
         log: where the one report of parameters without factors goes; by default ``warnings.warn`` for those that a
             user would not expect.
 
@@ -84,6 +91,8 @@ def instrument(
     choice = choose(codec, dense, scope, aggregate, down, memory, max_staleness)
     if bucket_cap_mb is not None:
         _check_overlap(bucket_cap_mb, choice.aggregate, sync)
+    if inline_bytes:
+        choice = replace(choice, inline_bytes=_checked_inline(inline_bytes, choice.aggregate))
     scale, skips = LossScale(scaler), skip_weight_grad
     return Session(
         *(model, choice, exchange, _checked(skip, model), routes, sync, seed, scale),
@@ -119,3 +128,22 @@ def _check_overlap(cap_mb: float, aggregate: AggregateName, sync: str) -> None:
             f"bucket_cap_mb={cap_mb} sends ahead during backward, in one pass: it takes aggregate='gather', no "
             f"subspace (which makes two passes) and sync='backward', got {aggregate!r} and {sync!r}"
         )
+
+
+def _checked_inline(size: int, aggregate: AggregateName) -> int:
+    """The same number.
+
+    Raises:
+        OptionError: it is none, or the messages are not for all ranks.
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < _INLINE_LIMIT:
+        raise OptionError(
+            f"inline_bytes={size!r} must be a whole number of bytes from 0 to {_INLINE_LIMIT - 1}; about as many as "
+            "messages have, as every rank sends so many in every step"
+        )
+    if aggregate != "gather":
+        raise OptionError(
+            f"inline_bytes={size} sends messages for all ranks with the headers, in one pass: it takes "
+            f"aggregate='gather' and no subspace (which makes two passes), got {aggregate!r}"
+        )
+    return size

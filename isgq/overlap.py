@@ -110,6 +110,7 @@ class Overlapped(Gather):
         pair: see :class:`~isgq.aggregate.Gather`.
         windows: of all trainable parameters.
         cap_mb: see :func:`buckets_of`.
+        inline: see :class:`~isgq.aggregate.Gather`; of what goes when backward ends.
     """
 
     def __init__(
@@ -119,8 +120,9 @@ class Overlapped(Gather):
         pair: PairCodec | None,
         windows: Mapping[str, Window],
         cap_mb: float,
+        inline: int = 0,
     ) -> None:
-        super().__init__(exchange, codec, pair)
+        super().__init__(exchange, codec, pair, inline)
         self._beside, self._windows, self._cap = exchange.beside(), windows, cap_mb
         on_device = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else int
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -246,7 +248,7 @@ class Overlapped(Gather):
         [message] = outgoing.messages
         ahead = self._end(step)
         self.up = [ahead.size + message.numel()]
-        received = self._exchange.all_gather(message, [header.length for header in headers]).wait()
+        received = self._messages(message, headers)
         heard = [bucket.parts.result() for bucket in ahead.buckets]
         decoded: dict[str, list[Decoded]] = {}
         for rank, (header, last) in enumerate(zip(headers, received, strict=True)):

@@ -23,7 +23,7 @@ from isgq.agreement import check_introductions, introduce, plan_digest
 from isgq.asynchronous import SERVER, Server, Service, Worker, check_bound
 from isgq.auto import Sizes
 from isgq.backward import BackwardWatch
-from isgq.bandwidth import Messages
+from isgq.bandwidth import Messages, messages_of
 from isgq.choice import Choice, check_option
 from isgq.core.errors import InstrumentError, MismatchError, OptionError, PeerNonFiniteError
 from isgq.core.payload import Factors
@@ -113,7 +113,7 @@ class Session:
     # ---- agreement before the first step
 
     def _agree(self, bucket_cap_mb: float | None) -> None:
-        settings = {**self._choice.settings, "routes": self._policy, "seed": str(self._seed), "sync": self._sync}
+        settings = {**self._choice.agreed, "routes": self._policy, "seed": str(self._seed), "sync": self._sync}
         settings |= {"factored": ",".join(unit.name for unit in self._units), "check_replicas": str(self._check_every)}
         settings |= {"scaler": "yes" if self._scale.scales else "no", "bucket_cap_mb": str(bucket_cap_mb)}
         check_introductions(self._exchange.all_gather(introduce(self._model, settings)).wait())
@@ -282,7 +282,7 @@ class Session:
     def messages(self) -> Messages:
         """Sizes of the last step's messages, for :func:`isgq.bandwidth.predict`."""
         dense = sum(p.numel() * p.element_size() for name, p in self._parameters.items() if self._is_dense(name))
-        return Messages(self._aggregate.up, self._aggregate.down, dense, len(self._names), self._aggregate.rounds)
+        return messages_of(self._aggregate, dense, len(self._names))
 
     # ---- the plan
 

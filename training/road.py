@@ -50,6 +50,7 @@ def session_of(model: nn.Module, config: Config, run: Run) -> isgq.Session:
         max_staleness=config.max_staleness,
         routes=config.routes,
         bucket_cap_mb=config.bucket_cap_mb,
+        inline_bytes=config.inline_bytes,
         seed=config.seed,
     )
     if config.telemetry is not None:
