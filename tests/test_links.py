@@ -23,7 +23,10 @@ from isgq.core.errors import OptionError, RankError
 from isgq.launch import launch
 
 SMALL = Task("ddp", "100Mbit/s", model="fc:hidden=100-50", data="mnist5k", batch=4)
-METHODS = ("ddp", "ddp:powersgd=2", "hook:error_feedback(top_k:k=0.01)", "two_pass_model:one_bit", "ahead:isgq", "inline:isgq")
+METHODS = (
+    *("ddp", "ddp:powersgd=2", "hook:error_feedback(top_k:k=0.01)", "two_pass_model:one_bit"),
+    *("ahead:isgq", "inline:isgq"),
+)
 AGAINST = reason_against()
 rooted = pytest.mark.skipif(bool(AGAINST), reason=AGAINST)
 
