@@ -227,9 +227,9 @@ class FactorCarrier:
             return _HALF * size
         x = factors.x if factors.x.is_floating_point() else torch.ones_like(factors.x, dtype=factors.d.dtype)
         terms = torch.linalg.vector_norm(x) * torch.linalg.vector_norm(factors.d)
-        coarse = _TENSOR_FLOAT if dtype == torch.float32 and size.device.type != "cpu" else 0.0
-        slack: Tensor = coarse * size + _ROUNDINGS * torch.finfo(dtype).eps * terms + _TINY
-        return slack
+        slack: Tensor = terms * (_ROUNDINGS * torch.finfo(dtype).eps) + _TINY
+        coarse = dtype == torch.float32 and size.device.type != "cpu"
+        return slack + _TENSOR_FLOAT * size if coarse else slack
 
     def gap(self, factors: Factors, gradients: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """How far the factors' product is from autograd's gradient, and the gradient's norm; one contraction."""

@@ -77,7 +77,7 @@ class Dithered:
         return 2 if self.mode == "one_bit" else 2 * self.levels + 1 + self._marks_zeros
 
     def _scales(self, peaks: Tensor) -> Tensor:
-        return peaks if self.mode == "one_bit" else peaks.div_(self.levels)
+        return peaks if self.mode == "one_bit" or self.levels == 1 else peaks.div_(self.levels)
 
     def encode(self, x: Tensor, key: Key) -> Payload:
         """Quantize a floating-point tensor of any shape.

@@ -46,6 +46,8 @@ def map_parts(work: Callable[[int, int], _Result], numel: int, device: torch.dev
         device: where they are.
     """
     size = part_size(device)
+    if 0 < numel <= size:
+        return [work(0, numel)]
     return map_pieces(lambda start: work(start, min(start + size, numel)), range(0, numel, size))
 
 

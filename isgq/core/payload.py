@@ -88,8 +88,8 @@ class Symbols:
             low, high = (bound.item() for bound in torch.aminmax(self.values))
             if not 0 <= low <= high < self.alphabet:
                 raise CodecError(f"symbols are {low} .. {high}, allowed are 0 .. {self.alphabet - 1}")
-        values = self.values.to(dtype).reshape(-1).contiguous()
-        object.__setattr__(self, "values", values)
+        if self.values.dtype != dtype or self.values.dim() != 1 or not self.values.is_contiguous():
+            object.__setattr__(self, "values", self.values.to(dtype).reshape(-1).contiguous())
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ module's other forward hooks, so that output and d are those of the layer, whate
 in the place of the parameters (``torch.func.functional_call``) is none of the layer's.
 """
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,11 @@ class Unit:
         assert isinstance(weight, nn.Parameter)
         return weight
 
+    @functools.cached_property
+    def _writer(self) -> Writes | None:
+        """The adapter, if it can write; kept, because to ask costs as much as a small product."""
+        return self.adapter if isinstance(self.adapter, Writes) else None
+
     @property
     def bias(self) -> nn.Parameter | None:
         """The bias that rides along, or None."""
@@ -88,8 +94,8 @@ class Unit:
         has_bias = self.bias_name is not None
         if isinstance(factors, LowRank):
             return [factors.weight(out), *([factors.bias()] if has_bias else [])]
-        if out is not None and isinstance(self.adapter, Writes):
-            weight = self.adapter.contract_into(self.module, factors.x, factors.d, out)
+        if out is not None and self._writer is not None:
+            weight = self._writer.contract_into(self.module, factors.x, factors.d, out)
         else:
             weight = self.contract(factors.x, factors.d)
         return [weight, *([self.adapter.bias_grad(self.module, factors.d)] if has_bias else [])]

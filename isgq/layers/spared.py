@@ -10,9 +10,10 @@ Whatever else uses the weight still sends its gradient there, so a gradient that
 one is always one that the pairs do not make up. A graph of gradients (``create_graph``) has everything.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +49,9 @@ def spare(unit: Unit, x: Tensor, output: Tensor, caught: Caught) -> Tensor | Non
         output: its output.
         caught: called in every backward pass.
     """
-    module, adapter, weight = unit.module, unit.adapter, unit.module._parameters.get("weight")
+    module, adapter, weight = unit.module, _sparing(cast(Hashable, unit.adapter)), unit.module._parameters.get("weight")
     plain = (
-        isinstance(adapter, Spares)
+        adapter is not None
         and "forward" not in module.__dict__
         and isinstance(weight, nn.Parameter)
         and type(x) is type(output) is Tensor
@@ -63,6 +64,12 @@ def spare(unit: Unit, x: Tensor, output: Tensor, caught: Caught) -> Tensor | Non
     # .data is no view, which would forbid an in-place activation behind.
     result: Tensor = _Spared.apply(x, weight, module.bias, _Call(unit, output.data, caught))  # type: ignore[no-untyped-call]
     return result
+
+
+@functools.cache
+def _sparing(adapter: Hashable) -> Spares | None:
+    """The adapter, if it can spare; kept, because to ask costs as much as a small product."""
+    return adapter if isinstance(adapter, Spares) else None
 
 
 def _transformed() -> bool:

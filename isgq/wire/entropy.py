@@ -17,6 +17,7 @@ is filled up with zeros. So what a receiver allocates is bounded by what it rece
 """
 
 import enum
+import functools
 import math
 from dataclasses import dataclass
 from types import ModuleType
@@ -55,6 +56,11 @@ _SAMPLES, _SAMPLE = 8, 1 << 14  # how many samples of a large stream are tried, 
 _BYTES_ALPHABET_MAX = 16  # largest alphabet of which several symbols share a byte
 _ZSTD_MAGIC = zstandard.FRAME_HEADER
 
+_FEW = 16  # symbols of an alphabet whose models recur from stream to stream and are kept
+_KEPT = 4096
+
+_CODERS = get_args(CoderName)
+
 _Ints = npt.NDArray[np.int64]
 
 
@@ -92,8 +98,8 @@ def encode_stream(symbols: Symbols, coder: CoderName = "auto") -> tuple[Coder, b
     Raises:
         OptionError: unknown coder.
     """
-    if coder not in get_args(CoderName):
-        raise OptionError(f"unknown coder {coder!r}; choose from {', '.join(get_args(CoderName))}")
+    if coder not in _CODERS:
+        raise OptionError(f"unknown coder {coder!r}; choose from {', '.join(_CODERS)}")
     if coder == "packed" or symbols.alphabet == 1 or not symbols.values.numel():
         return Coder.PACKED, _packed(symbols)
     if coder == "zstd":
@@ -225,11 +231,36 @@ def _unzstd(body: Tensor, count: int, alphabet: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A transmitted model: the codes of its table and the frequencies that follow from them."""
+    """A transmitted model: its table, the frequencies that follow from it, and the bits that each symbol takes."""
 
     coder: Coder
-    codes: npt.NDArray[np.uint8]
+    table: bytes
     frequencies: _Ints
+    bits: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, coder: Coder, codes: npt.NDArray[np.uint8]) -> "_Model":
+        """The model of these weight codes ``[alphabet]``."""
+        return (_kept_model if len(codes) <= _FEW else _model)(coder, codes.tobytes())
+
+
+def _model(coder: Coder, codes: bytes) -> _Model:
+    weights = np.frombuffer(bytearray(codes), dtype=np.uint8)
+    shares = frequencies(weights, coder.weight_bits)
+    table = pack_symbols(torch.from_numpy(weights), 1 << coder.weight_bits).numpy().tobytes()
+    return _Model(coder, table, shares, TOTAL_BITS - np.log2(shares))
+
+
+_kept_model = functools.lru_cache(_KEPT)(_model)
+
+
+def _shares(table: bytes, alphabet: int, weight_bits: int) -> _Ints:
+    """The frequencies that follow from a table; WireError if there is no such table."""
+    packed = torch.frombuffer(bytearray(table), dtype=torch.uint8)
+    return frequencies(unpack_symbols(packed, alphabet, 1 << weight_bits).numpy(), weight_bits)
+
+
+_kept_shares = functools.lru_cache(_KEPT)(_shares)
 
 
 def _histograms(symbols: Symbols, whole: Tensor | None) -> tuple[_Ints, _Ints | None]:
@@ -269,23 +300,20 @@ def _best_model(counts: _Ints, *coders: Coder) -> tuple[_Model, float]:
     """The model that makes a stream of this histogram smallest, table included, and the bytes that it will take."""
     choices = []
     for coder in coders or (Coder.ANS_COARSE, Coder.ANS_FINE):
-        codes = weight_codes(counts, coder.weight_bits)
-        model = _Model(coder, codes, frequencies(codes, coder.weight_bits))
-        bits = float(counts @ (TOTAL_BITS - np.log2(model.frequencies)))
-        choices.append((model, math.ceil(bits / 8) + packed_size(len(counts), 1 << coder.weight_bits)))
+        model = _Model.of(coder, weight_codes(counts, coder.weight_bits))
+        choices.append((model, math.ceil(float(counts @ model.bits) / 8) + len(model.table)))
     return min(choices, key=lambda choice: choice[1])
 
 
 def _ans(values: Tensor, model: _Model) -> bytes:
-    table = pack_symbols(torch.from_numpy(model.codes), 1 << model.coder.weight_bits).numpy().tobytes()
-    return table + ans_encode(values.cpu().numpy(), model.frequencies)
+    return model.table + ans_encode(values.cpu().numpy(), model.frequencies)
 
 
 def _unans(body: Tensor, count: int, alphabet: int, weight_bits: int) -> Tensor:
     """Symbols coded by ANS, on the CPU; WireError if the body is no such stream."""  # noqa: DOC501
-    table = packed_size(alphabet, 1 << weight_bits)
-    if body.numel() < table:
-        raise WireError(f"table of {alphabet} weights takes {table} bytes, the stream has only {body.numel()}")
-    weights = unpack_symbols(body[:table], alphabet, 1 << weight_bits).numpy()
-    values = ans_decode(body[table:].numpy().tobytes(), count, frequencies(weights, weight_bits))
+    size, data = packed_size(alphabet, 1 << weight_bits), body.numpy().tobytes()
+    if len(data) < size:
+        raise WireError(f"table of {alphabet} weights takes {size} bytes, the stream has only {len(data)}")
+    shares = (_kept_shares if alphabet <= _FEW else _shares)(data[:size], alphabet, weight_bits)
+    values = ans_decode(data[size:], count, shares)
     return torch.from_numpy(values).to(symbol_dtype(alphabet))

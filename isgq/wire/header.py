@@ -123,9 +123,10 @@ class Header:
 
 
 def _status(code: int) -> Status:
-    if code not in list(Status):
-        raise WireError(f"step header has status {code}, known are {[s.value for s in Status]}")
-    return Status(code)
+    try:
+        return Status(code)
+    except ValueError:
+        raise WireError(f"step header has status {code}, known are {[s.value for s in Status]}") from None
 
 
 def _bytes(raw: bytes) -> Tensor:

@@ -279,10 +279,11 @@ def _read_part(reader: Reader, layout: PartLayout, sizes: PartSizes, digest: int
 def _read_stream(reader: Reader, name: str, alphabet: int, count: int) -> StreamField:
     what = f"stream {name!r}"
     length, code = divmod(reader.varint(f"coder of {what}"), 1 << _CODER_BITS)
-    if code not in list(Coder):
+    try:
+        coder = Coder(code)
+    except ValueError:
         known = ", ".join(f"{c.value} {c.name.lower()}" for c in Coder)
-        raise WireError(f"{what} before byte {reader.at} has coder {code}; known: {known}")
-    coder = Coder(code)
+        raise WireError(f"{what} before byte {reader.at} has coder {code}; known: {known}") from None
     if coder is Coder.PACKED:
         if length:
             raise WireError(f"{what} before byte {reader.at} is packed, its length must be written as 0, not {length}")
