@@ -1,6 +1,7 @@
 """What a session costs in one process, without a link: ``python -m benchmarks.overhead [--out FILE]``.
 
-Every way to train (a plain loop, DistributedDataParallel alone on gloo, sessions by codec) takes its steps in turns, so
+Every way to train (a plain loop, the same with hooks that catch each layer's input and output gradient in the manner of
+Opacus and do nothing with them, DistributedDataParallel alone on gloo, sessions by codec) takes its steps in turns, so
 that a slow moment of the machine slows all of them: a *step* is forward, backward with synchronisation, SGD and
 ``zero_grad``. Times are medians over the rounds; ratios are medians of each round's ratio to the plain step beside it,
 by the clock and by the processor time of all threads, which other processes lengthen less. With one thread
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -49,7 +51,7 @@ SHAPES = {
 }
 """Model -> shape of an input, and classes."""
 
-WAYS = ("plain", "ddp", "exact", "isgq", "rotated", "rotated:bases=learned")
+WAYS = ("plain", "capture", "ddp", "exact", "isgq", "rotated", "rotated:bases=learned")
 _SMALL = "fc:hidden=20"
 _WARM = 12  # steps that are not counted: the first plans, the next learn
 _MEMORY_STEPS = 4
@@ -65,6 +67,23 @@ def batches(side: int, batch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return list(zip(torch.split(x, batch), torch.split(y, batch), strict=True))
 
 
+def catch(net: nn.Module) -> None:
+    """Hooks in the manner of Opacus: keep every layer's input until its output gradient comes, then drop both."""
+    warnings.filterwarnings("ignore", "Full backward hook is firing")  # the first layer's input needs no gradient
+    inputs: dict[nn.Module, list[torch.Tensor]] = {}
+
+    def forward(layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        inputs.setdefault(layer, []).append(args[0].detach())
+
+    def backward(layer: nn.Module, _: object, gradients: tuple[torch.Tensor, ...]) -> None:
+        inputs[layer].pop(), gradients[0].detach()
+
+    for layer in net.modules():
+        if isinstance(getattr(layer, "weight", None), nn.Parameter):
+            layer.register_forward_hook(forward)
+            layer.register_full_backward_hook(backward)
+
+
 @contextmanager
 def training(model: str, way: str, batch: int) -> Iterator[Callable[[], None]]:
     """A function that takes one step of a model in some way."""
@@ -76,6 +95,8 @@ def training(model: str, way: str, batch: int) -> Iterator[Callable[[], None]]:
         run: nn.Module = net
         if way == "ddp":
             run = DistributedDataParallel(net)
+        elif way == "capture":
+            catch(net)
         elif way != "plain":
             stack.enter_context(isgq.instrument(net, way, exchange=Loopback(), log=lambda _: None))
 

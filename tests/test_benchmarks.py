@@ -166,14 +166,15 @@ def test_the_frontier_trains_with_real_messages(tmp_path, capsys):
 
 def test_the_cost_of_a_step_is_a_row_for_each_way(tmp_path, capsys):
     path = tmp_path / "overhead.json"
-    overhead(["--models", "fc:hidden=20", "--ways", "plain", "ddp", "exact", "--rounds", "2", "--out", str(path)])
+    ways = ["plain", "capture", "ddp", "exact"]
+    overhead(["--models", "fc:hidden=20", "--ways", *ways, "--rounds", "2", "--out", str(path)])
     report = json.loads(path.read_text())
-    assert [row["way"] for row in report["rows"]] == ["plain", "ddp", "exact"]
+    assert [row["way"] for row in report["rows"]] == ways
     assert report["command"].startswith("python -m benchmarks.overhead --models")
     plain = report["rows"][0]
     assert plain["ratio"] == plain["cpu_ratio"] == 1
     assert all(row["milliseconds"] > 0 for row in report["rows"])
-    assert capsys.readouterr().out.count("`fc:hidden=20`") == 3
+    assert capsys.readouterr().out.count("`fc:hidden=20`") == len(ways)
 
 
 def test_one_layer_has_a_row_for_each_codec(capsys):
