@@ -123,12 +123,13 @@ def judge(mutant: Frame) -> str:
     kind, fields = read_frame(data, mutant.digests, mutant.template or Template())
     for record, field in zip(records, fields, strict=True):
         for payload, part in zip(parts_of(record), field.parts, strict=True):
-            for stream in part.streams:
-                check_stream(payload.symbols[stream.name], stream.coder, bytes(data[stream.body].numpy()))
+            for each in part.streams:
+                body = bytes(data[each.stream.body].numpy())
+                check_stream(payload.symbols[each.name], each.stream.coder, body)
     again, _ = pack_message(records)
     for before, after in zip(records, unpack_message(again), strict=True):
         assert_same(before, after)
-    packed = all(s.coder is Coder.PACKED for f in fields for p in f.parts for s in p.streams)
+    packed = all(s.stream.coder is Coder.PACKED for f in fields for p in f.parts for s in p.streams)
     if packed and mutant.digests is None:
         again = pack(records[0], coder="packed") if kind is Kind.PAYLOAD else pack_message(records, coder="packed")[0]
         assert bytes(again.numpy()) == mutant.data, "two spellings of the same frame"

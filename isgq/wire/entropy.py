@@ -19,6 +19,7 @@ is filled up with zeros. So what a receiver allocates is bounded by what it rece
 import enum
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal, get_args
@@ -77,6 +78,9 @@ class Coder(enum.IntEnum):
     def weight_bits(self) -> int:
         """Bits of one weight in the table of an ANS coder."""
         return 4 if self is Coder.ANS_COARSE else 8
+
+
+_WEIGHTED = frozenset({Coder.ANS_COARSE, Coder.ANS_FINE})
 
 
 def minimum_size(count: int, alphabet: int) -> int:
@@ -149,6 +153,62 @@ def decode_stream(coder: Coder, body: Tensor, count: int, alphabet: int, device:
         )
     size = packed_size(count, alphabet, whole_digits)
     return unpack_symbols(_unans(body, size, 256, coder.weight_bits).to(device), count, alphabet, whole_digits)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Where a stream lies in some bytes: the arguments of :func:`decode_stream`."""
+
+    coder: Coder
+    body: slice
+    count: int
+    alphabet: int
+
+    def decode(self, data: Tensor, device: torch.device) -> Tensor:
+        """The symbols; WireError as of :func:`decode_stream`."""
+        return decode_stream(self.coder, data[self.body], self.count, self.alphabet, device)
+
+
+def decode_together(streams: Sequence[Stream], data: Tensor) -> list[Tensor | None]:
+    """The symbols, on the CPU, of those streams that are decoded faster side by side; None for all others.
+
+    Also for those that are malformed, of which :func:`decode_stream` tells what is wrong.
+
+    Args:
+        streams: checked as for :func:`decode_stream`.
+        data: uint8, on the CPU, in which they lie.
+    """
+    found: list[Tensor | None] = [None] * len(streams)
+    by_ans = [i for i, s in enumerate(streams) if s.coder in _WEIGHTED and 1 < s.alphabet <= 256 and s.count]
+    kernels = compiled("coding", data.device)
+    if kernels is None or len(by_ans) < 2:
+        return found
+    raw, fields, tables, place, shares = data.numpy(), [], [], 0, 0
+    for i in sorted(by_ans, key=lambda i: -streams[i].count):
+        stream = streams[i]
+        start = stream.body.start + packed_size(stream.alphabet, 1 << stream.coder.weight_bits)
+        table = _table(raw[stream.body.start : start].tobytes(), stream) if start <= stream.body.stop else None
+        if table is None or (start < stream.body.stop and not raw[stream.body.stop - 1]):
+            continue
+        fields.append((start, stream.body.stop, stream.count, place, shares, shares + stream.alphabet, i))
+        tables.append(table)
+        place, shares = place + stream.count, shares + stream.alphabet
+    if not fields:
+        return found
+    numbers, symbols, good = np.array(fields), np.empty(place, dtype=np.uint8), np.empty(len(fields), dtype=np.bool_)
+    kernels.ans_decode_together(raw, numbers[:, :6].copy(), np.concatenate(tables), symbols, good)
+    decoded = torch.split(torch.from_numpy(symbols), [count for _, _, count, *_ in fields])
+    for (*_, i), values, fine in zip(fields, decoded, good, strict=True):
+        found[i] = values if fine else None
+    return found
+
+
+def _table(packed: bytes, stream: Stream) -> _Ints | None:
+    """The frequencies of a stream; None if it has no such table."""
+    try:
+        return _shares_of(packed, stream.alphabet, stream.coder.weight_bits)
+    except WireError:
+        return None
 
 
 def _choose(symbols: Symbols) -> tuple[Coder, bytes | memoryview]:
@@ -263,6 +323,10 @@ def _shares(table: bytes, alphabet: int, weight_bits: int) -> _Ints:
 _kept_shares = functools.lru_cache(_KEPT)(_shares)
 
 
+def _shares_of(table: bytes, alphabet: int, weight_bits: int) -> _Ints:
+    return (_kept_shares if alphabet <= _FEW else _shares)(table, alphabet, weight_bits)
+
+
 def _histograms(symbols: Symbols, whole: Tensor | None) -> tuple[_Ints, _Ints | None]:
     """How often each symbol occurs, ``[alphabet]``, and each byte, ``[256]``, if bytes are given and are fewer."""
     if whole is None or symbols.alphabet > _BYTES_ALPHABET_MAX:
@@ -314,6 +378,5 @@ def _unans(body: Tensor, count: int, alphabet: int, weight_bits: int) -> Tensor:
     size, data = packed_size(alphabet, 1 << weight_bits), body.numpy().tobytes()
     if len(data) < size:
         raise WireError(f"table of {alphabet} weights takes {size} bytes, the stream has only {len(data)}")
-    shares = (_kept_shares if alphabet <= _FEW else _shares)(data[:size], alphabet, weight_bits)
-    values = ans_decode(data[size:], count, shares)
+    values = ans_decode(data[size:], count, _shares_of(data[:size], alphabet, weight_bits))
     return torch.from_numpy(values).to(symbol_dtype(alphabet))

@@ -34,6 +34,7 @@ from isgq.wire.record import (
     Digests,
     Pieces,
     RecordFields,
+    build_records,
     digests_follow,
     read_record,
     read_sizes,
@@ -122,7 +123,7 @@ def unpack(data: Tensor, *, device: torch.device | str = "cpu") -> Record:
     kind, records = read_frame(host, None, _STANDS_ALONE)
     if kind is not Kind.PAYLOAD:
         raise WireError(f"frame is a message of {len(records)} records, not one payload: use unpack_message")
-    return records[0].build(host, torch.device(device))
+    return build_records(records, host, torch.device(device))[0]
 
 
 def unpack_message(
@@ -148,7 +149,7 @@ def unpack_message(
     kind, records = read_frame(host, digests, template or _STANDS_ALONE)
     if kind is Kind.PAYLOAD:
         raise WireError("frame is a single payload, not a message: use unpack")
-    return [record.build(host, torch.device(device)) for record in records]
+    return build_records(records, host, torch.device(device))
 
 
 def checksum(frame: memoryview, template: Template = _STANDS_ALONE, digests: Digests | None = None) -> int:

@@ -14,7 +14,7 @@ receiver has the scales when it decodes the symbols.
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from isgq.core.errors import CodecError, WireError
 from isgq.core.payload import PairPayload, Payload, Symbols
 from isgq.wire.bits import packed_size
-from isgq.wire.entropy import Coder, CoderName, decode_stream, encode_stream, minimum_size
+from isgq.wire.entropy import Coder, CoderName, Stream, decode_together, encode_stream, minimum_size
 from isgq.wire.layout import Layout, PartLayout, Record, TensorLayout, digests_of, parts_of, shape_problem
 from isgq.wire.reader import Reader, varint
 
@@ -167,18 +167,15 @@ class StreamField:
     """Where a stream of symbols lies in a frame."""
 
     name: str
-    alphabet: int
-    count: int
-    coder: Coder
-    body: slice
+    stream: Stream
 
-    def build(self, data: Tensor, device: torch.device) -> Symbols:
-        """Decode it from the frame ``data``; WireError if it is malformed."""  # noqa: DOC501
+    def build(self, data: Tensor, device: torch.device, values: Tensor | None) -> Symbols:
+        """Decode it from the frame ``data``, unless its values are known; WireError if it is malformed."""  # noqa: DOC501
         try:
-            values = decode_stream(self.coder, data[self.body], self.count, self.alphabet, device)
+            values = self.stream.decode(data, device) if values is None else values.to(device)
         except WireError as error:
-            raise WireError(f"stream {self.name!r} at byte {self.body.start}: {error}") from error
-        return Symbols(values, self.alphabet)
+            raise WireError(f"stream {self.name!r} at byte {self.stream.body.start}: {error}") from error
+        return Symbols(values, self.stream.alphabet)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,14 +188,14 @@ class PartFields:
     tensors: tuple[RawField, ...]
     streams: tuple[StreamField, ...]
 
-    def build(self, data: Tensor, device: torch.device) -> Payload:
+    def build(self, data: Tensor, device: torch.device, known: Iterator[Tensor | None]) -> Payload:
         """Decode the payload from the frame ``data``; WireError if it is malformed."""
         return Payload(
             codec=self.layout.codec,
             shape=self.shape,
             dtype=self.layout.dtype,
             tensors={field.layout.name: field.build(data, device) for field in self.tensors},
-            symbols={field.name: field.build(data, device) for field in self.streams},
+            symbols={field.name: field.build(data, device, next(known)) for field in self.streams},
             digest=self.digest,
         )
 
@@ -210,18 +207,26 @@ class RecordFields:
     layout: Layout
     parts: tuple[PartFields, ...]
 
-    def build(self, data: Tensor, device: torch.device) -> Record:
-        """Decode the record.
-
-        Args:
-            data: uint8, the frame, on the CPU.
-            device: where the tensors shall be.
-
-        Raises:
-            WireError: some stream or tensor is malformed.
-        """
-        parts = [part.build(data, device) for part in self.parts]
+    def build(self, data: Tensor, device: torch.device, known: Iterator[Tensor | None]) -> Record:
+        """Decode the record; arguments and errors as of :func:`build_records`."""
+        parts = [part.build(data, device, known) for part in self.parts]
         return PairPayload(self.layout.codec, *parts) if self.layout.pair else parts[0]
+
+
+def build_records(records: Sequence[RecordFields], data: Tensor, device: torch.device) -> list[Record]:
+    """Decode the contents of a frame.
+
+    Args:
+        records: where they lie.
+        data: uint8, the frame, on the CPU.
+        device: where the tensors shall be.
+
+    Raises:
+        WireError: some stream or tensor is malformed.
+    """
+    streams = [field.stream for record in records for part in record.parts for field in part.streams]
+    known = iter(decode_together(streams, data))
+    return [record.build(data, device, known) for record in records]
 
 
 def digests_follow(record: Record, expected: int | Sequence[int]) -> bool:
@@ -291,4 +296,4 @@ def _read_stream(reader: Reader, name: str, alphabet: int, count: int) -> Stream
     body = reader.skip(max(length, minimum_size(count, alphabet)), f"{what} of {count} symbols")
     if any(bytes(reader.data[body.start + length : body.stop])):
         raise WireError(f"{what} at byte {body.start}: what fills it up must be zero")
-    return StreamField(name, alphabet, count, coder, slice(body.start, body.start + length))
+    return StreamField(name, Stream(coder, slice(body.start, body.start + length), count, alphabet))
