@@ -2,9 +2,9 @@
 
     isgq bench --model lenet --data fashion --batch 32 --workers 4 --codecs isgq rotated:ratio=800
 
-Measured, in one process without a link: a plain step; a session's step, which receives the process' own message; and
-what it takes longer to unpack, decode and average as many of them as there are workers. That on a link a step takes
-c + a / W with bandwidth W, a the bytes that rings move, is a model (:mod:`isgq.bandwidth`), and so is
+Measured, in one process without a link: a plain step; a session's step, which decodes the process' own records; and
+what it takes longer to unpack the others' messages and to decode and average those of all workers. That on a link a
+step takes c + a / W with bandwidth W, a the bytes that rings move, is a model (:mod:`isgq.bandwidth`), and so is
 DistributedDataParallel (:func:`isgq.costs.ddp_seconds`).
 """
 
@@ -53,13 +53,15 @@ class Receiver:
     def __call__(self, gather: Gather, step: Step, ready: Sequence[tuple[Carrier, Record]]) -> None:
         """See :data:`isgq.aggregate.Observer`."""
         carriers, records = [carrier for carrier, _ in ready], [record for _, record in ready]
-        known, keys = Correspondence(), step.keys(carriers, gather.rank)
+        here, there, keys = Correspondence(), Correspondence(), step.keys(carriers, gather.rank)
         for _ in range(2):  # the first message says what those after it leave out
-            known.commit()
-            message, _ = known.write(carriers, records, keys)
+            message, _ = here.write(carriers, records, keys)
+            there.read(message, carriers, keys)
+            for known in (here, there):
+                known.commit()
 
         def receive(workers: int) -> None:
-            every = [known.read(message, carriers, keys) for _ in range(workers)]
+            every = [records, *(there.read(message, carriers, keys) for _ in range(workers - 1))]
             for carrier, own in zip(carriers, zip(*every, strict=True), strict=True):
                 carrier.means([carrier.decode(record) for record in own], workers)
 

@@ -170,16 +170,18 @@ def _measure(
     way: AnyCodec, carriers: Sequence[Carrier], gradients: Mapping[str, Tensor], seed: int
 ) -> list[tuple[float, ...]]:
     truth = [torch.cat([gradients[name].reshape(-1) for name in carrier.names]) for carrier in carriers]
-    known, closed, rounds = Correspondence(), [math.nan] * len(carriers), []
+    here, there = Correspondence(), Correspondence()  # a rank does not read what it has written
+    closed, rounds = [math.nan] * len(carriers), []
     for step in range(1, 1 + _ROUNDS):
         keys = [Key(carrier.name, seed, step) for carrier in carriers]
         begun = [timed(carrier.encode, gradients, key) for carrier, key in zip(carriers, keys, strict=True)]
         if step == 1:
             closed = list(_closed_forms(way, carriers, [record for _, record in begun], gradients))
         together, records = timed(finish, [record for _, record in begun])
-        packing, (message, sizes) = timed(known.write, carriers, records, keys)
-        unpacking, read = timed(known.read, message, carriers, keys)
-        known.commit()
+        packing, (message, sizes) = timed(here.write, carriers, records, keys)
+        unpacking, read = timed(there.read, message, carriers, keys)
+        here.commit()
+        there.commit()
         rebuilt = [timed(_rebuild, carrier, record) for carrier, record in zip(carriers, read, strict=True)]
         rows = []
         for size, exact, (begin, _), (rebuild, means) in zip(sizes, truth, begun, rebuilt, strict=True):

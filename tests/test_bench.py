@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from torch import nn
 from isgq.bench import bench, break_even
 from isgq.cli import main
 from isgq.core.errors import OptionError
+from isgq.forecast import plan
+from isgq.records import Record
+from isgq.wire import unpack_message
 
 FORWARD, BACKWARD, SIZE = 0.01, 0.02, 1e6
 CODECS = ["dense", "fp16", "isgq", "rotated:ratio=50,bases=learned", "error_feedback(top_k:k=0.05)"]
@@ -87,3 +91,21 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ARGUMENTS, "--workers", "0"]) == 2
     assert capsys.readouterr().err == "isgq bench: workers=0 of a bench must be 1 or more\n"
+
+
+@pytest.mark.parametrize("measure", ["bench", "plan"])
+def test_to_receive_is_measured_on_messages_that_are_read(monkeypatch: pytest.MonkeyPatch, measure: str) -> None:
+    """A rank does not read its own message, but those of the others."""
+    read, model = [], nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 5))
+
+    def counted(data: torch.Tensor, **known: Any) -> list[Record]:
+        read.append(data.numel())
+        return unpack_message(data, **known)
+
+    monkeypatch.setattr("isgq.correspondence.unpack_message", counted)
+    batch = torch.randn(8, 40), torch.zeros(8, dtype=torch.int64)
+    if measure == "bench":
+        bench(model, batch, ["isgq"], workers=4)
+    else:
+        plan(model, batch, workers=4, link="100Mbit/s", ways="isgq")
+    assert len(read) >= 3
