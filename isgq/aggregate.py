@@ -136,6 +136,7 @@ class Gather:
     """
 
     rounds, staleness = 1, 0
+    _replaces = True  # whether what this rank averages is what replaces its gradients
     observer: Observer | None = None
 
     def __init__(
@@ -301,7 +302,8 @@ class Gather:
         means: dict[str, Tensor] = {}
         for carrier in carriers:
             if carrier.name in decoded:
-                place(carrier.rows, carrier.means(decoded[carrier.name], self._exchange.world_size), means)
+                mean = carrier.means(decoded[carrier.name], self._exchange.world_size, self._replaces)
+                place(carrier.rows, mean, means)
         return means
 
     def _read(self, step: Step, carriers: Sequence[Carrier], message: Tensor, rank: int) -> Sequence[Record]:

@@ -116,10 +116,11 @@ class Carrier(Protocol):
         """Digests of a record encoded with this key, unless it says otherwise."""
         ...
 
-    def means(self, parts: Sequence[Decoded], world_size: int) -> list[Tensor]:
+    def means(self, parts: Sequence[Decoded], world_size: int, replace: bool = False) -> list[Tensor]:
         """Of all ranks' decoded records (in rank order; absent ranks count as zero), for each of ``rows``, flat.
 
-        Tensors that nobody else holds, though they may be views of one.
+        Tensors that nobody else holds, though they may be views of one; with ``replace``, written over this rank's
+        gradients, where possible.
         """
         ...
 
@@ -274,7 +275,7 @@ class FactorCarrier:
         """See :class:`Carrier`."""
         return pair_digests(self.codec, key)
 
-    def means(self, parts: Sequence[Decoded], world_size: int) -> list[Tensor]:
+    def means(self, parts: Sequence[Decoded], world_size: int, replace: bool = False) -> list[Tensor]:
         """One contraction for all pairs of one size, one for all sums of outer products, and what came plainly.
 
         One factor is divided by the number of ranks, which takes less than to divide the gradient.
@@ -291,7 +292,7 @@ class FactorCarrier:
             left, right = (_joined([getattr(p, side) for p in products]) for side in ("left", "right"))
             sums.append(LowRank(left / world_size, right))
         fits = [(each.d if isinstance(each, Factors) else each.left).dtype for each in sums] == [self._weight.dtype]
-        memory = self.windows[self.name].memory() if fits else None
+        memory = self.windows[self.name].memory() if fits and replace else None
         gradients = [self.unit.gradients(each, memory) for each in sums]
         gradients += [split(self.rows, part / world_size) for part in parts if isinstance(part, Tensor)]
         return [_sum([each.reshape(-1) for each in every]) for every in zip(*gradients, strict=True)]
@@ -376,7 +377,7 @@ class DirectCarrier:
         """See :class:`Carrier`."""
         return key.digest
 
-    def means(self, parts: Sequence[Decoded], world_size: int) -> list[Tensor]:
+    def means(self, parts: Sequence[Decoded], world_size: int, replace: bool = False) -> list[Tensor]:
         """See :class:`Carrier`."""
         return split(self.rows, _sum([part for part in parts if isinstance(part, Tensor)]) / world_size)
 

@@ -29,6 +29,8 @@ class TwoPass(Gather):
         servers: how many ranks, from 0, have a shard.
     """
 
+    _replaces = False
+
     def __init__(self, exchange: Exchange, codec: Codec | None, down: Codec, servers: int) -> None:
         super().__init__(exchange, codec)
         self.servers, self._down = servers, down
