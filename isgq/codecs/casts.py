@@ -12,6 +12,7 @@ from torch import Tensor
 from isgq.codecs.buckets import Buckets
 from isgq.codecs.flat import flatten, require_codec, restore
 from isgq.core.keys import Key
+from isgq.core.memory import empty
 from isgq.core.payload import Payload
 from isgq.core.registry import register_codec
 
@@ -86,7 +87,7 @@ class BF16:
 def _chunked_cast(flat: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
     """``flat * factor`` in another dtype, held within its range: ``[numel]``."""
     limit = torch.finfo(dtype).max
-    result = torch.empty(flat.numel(), dtype=dtype, device=flat.device)
+    result = empty(flat.numel(), dtype, flat.device)
 
     def work(block: Tensor, elements: slice, _: slice) -> None:
         part = block.view(-1).to(torch.float32)

@@ -30,6 +30,7 @@ from isgq.codecs.grid import nearest_integer
 from isgq.core.errors import OptionError
 from isgq.core.kernels import compiled
 from isgq.core.keys import Key, State, map_stream, uniform
+from isgq.core.memory import empty
 from isgq.core.payload import Payload, Symbols, symbol_dtype
 from isgq.core.registry import register_codec
 
@@ -87,7 +88,7 @@ class Dithered:
         """
         (flat, buckets, peaks), digest = flatten_with_peaks(x, key, self.bucket), key.digest
         scales = self._scales(peaks)
-        symbols = torch.empty(flat.numel(), dtype=symbol_dtype(self._alphabet), device=flat.device)
+        symbols = empty(flat.numel(), symbol_dtype(self._alphabet), flat.device)
         divisors = nonzero(scales)
         if kernels := self._kernels(flat.device):
             self._encode_compiled(kernels, flat, divisors, buckets, digest, symbols)
@@ -146,7 +147,7 @@ class Dithered:
         buckets = Buckets.of(payload.shape, self.bucket)
         symbols = payload.require_symbols("levels", buckets.numel, self._alphabet).values
         scales = payload.require_tensor("scales", buckets.count, torch.float32).reshape(-1)
-        flat = torch.empty(buckets.numel, dtype=torch.float32, device=symbols.device)
+        flat = empty(buckets.numel, torch.float32, symbols.device)
         if kernels := self._kernels(flat.device):
             self._decode_compiled(kernels, symbols, scales, buckets, payload.digest, flat)
         else:

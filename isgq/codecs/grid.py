@@ -14,6 +14,7 @@ from isgq.codecs.buckets import Buckets, nonzero
 from isgq.core.errors import OptionError
 from isgq.core.kernels import compiled
 from isgq.core.keys import State, map_stream, random_int32
+from isgq.core.memory import empty
 from isgq.core.parallel import map_parts
 
 MAX_LEVELS = 127  # so that symbols are bytes, and t has room in 8.24 bits
@@ -52,7 +53,7 @@ def round_stochastic(flat: Tensor, norm: Tensor, levels: int, buckets: Buckets, 
         uint8 symbols ``[numel]``.
     """
     divisor = nonzero(norm)
-    symbols = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
+    symbols = empty(flat.numel(), torch.uint8, flat.device)
     if kernels := compiled("quantize", flat.device):
         values, scales, out = kernels.arrays(flat, divisor, symbols)
 
@@ -77,7 +78,7 @@ def round_stochastic(flat: Tensor, norm: Tensor, levels: int, buckets: Buckets, 
 def round_nearest(flat: Tensor, norm: Tensor, levels: int, buckets: Buckets) -> Tensor:
     """Round to the nearest point, ties to even; arguments and result as in :func:`round_stochastic`."""
     divisor = nonzero(norm)
-    symbols = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
+    symbols = empty(flat.numel(), torch.uint8, flat.device)
     if kernels := compiled("quantize", flat.device):
         values, scales, out = kernels.arrays(flat, divisor, symbols)
 
@@ -111,7 +112,7 @@ def round_(t: Tensor) -> Tensor:
 
 def rebuild(symbols: Tensor, norm: Tensor, levels: int, buckets: Buckets) -> Tensor:
     """Points of the grid: float32 ``[numel]``."""
-    flat = torch.empty(symbols.numel(), dtype=torch.float32, device=symbols.device)
+    flat = empty(symbols.numel(), torch.float32, symbols.device)
     if kernels := compiled("quantize", flat.device):
         given, scales, out = kernels.arrays(symbols, norm.reshape(-1), flat)
 

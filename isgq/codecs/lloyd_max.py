@@ -27,6 +27,7 @@ from isgq.codecs.flat import flatten, require_codec, restore
 from isgq.core.errors import OptionError
 from isgq.core.kernels import compiled
 from isgq.core.keys import Key
+from isgq.core.memory import empty
 from isgq.core.parallel import map_parts
 from isgq.core.payload import Payload, Symbols, symbol_dtype
 from isgq.core.registry import register_codec
@@ -134,7 +135,7 @@ def nearest(flat: Tensor, points: Tensor, *, zero_symbol: bool = False) -> Tenso
         Integers ``[n]`` of dtype ``symbol_dtype(L + 1)``, in ``0 .. L - 1``, or ``0 .. L``.
     """
     edges = _edges(points)
-    codes = torch.empty(flat.numel(), dtype=symbol_dtype(points.numel() + 1), device=flat.device)
+    codes = empty(flat.numel(), symbol_dtype(points.numel() + 1), flat.device)
 
     if (kernels := compiled("search", flat.device)) and points.numel() <= _MANY:
         numbers, borders, counts = flat.numpy(), edges.to(torch.float32).contiguous().numpy(), codes.numpy()
@@ -180,7 +181,7 @@ def look_up(payload: Payload) -> Tensor:
     kernels = compiled("search", codes.values.device) if codes.values.dtype is torch.uint8 else None
     if kernels is None or not payload.numel or int(codes.values.max()) >= codes.alphabet:
         return restore(codebook.index_select(0, codes.values.int()), payload)  # refuses codes outside the book
-    table, flat = np.zeros(256, dtype=np.float32), torch.empty(payload.numel)
+    table, flat = np.zeros(256, dtype=np.float32), empty(payload.numel, torch.float32, torch.device("cpu"))
     table[: codes.alphabet] = codebook.numpy()
     given, out = codes.values.numpy(), flat.numpy()
     map_parts(lambda start, stop: kernels.look_up(given, table, start, stop, out), payload.numel)

@@ -27,6 +27,7 @@ from isgq.core.codec import Codec
 from isgq.core.errors import CodecError, OptionError
 from isgq.core.kernels import compiled
 from isgq.core.keys import Key, State, map_stream, uniform
+from isgq.core.memory import empty
 from isgq.core.payload import Payload, Symbols, symbol_dtype
 from isgq.core.registry import register_codec
 
@@ -72,7 +73,7 @@ class NestedDithered:
         (flat, buckets, peaks), digest = flatten_with_peaks(x, key, self.bucket), key.digest
         scale = peaks.div_(self.levels)
         divisors = nonzero(scale)
-        symbols = torch.empty(flat.numel(), dtype=symbol_dtype(self.ratio), device=flat.device)
+        symbols = empty(flat.numel(), symbol_dtype(self.ratio), flat.device)
 
         def work(block: Tensor, elements: slice, rows: slice) -> None:
             dither = uniform(digest, "dither", block.shape, block.device, start=elements.start)
@@ -126,7 +127,7 @@ class NestedDithered:
 
             map_stream(unnest, buckets.numel, payload.digest, "dither", flat.device)
             return restore(flat, payload)
-        flat = torch.empty(buckets.numel, dtype=torch.float32, device=symbols.device)
+        flat = empty(buckets.numel, torch.float32, symbols.device)
 
         def work(block: Tensor, elements: slice, rows: slice) -> None:
             dither = uniform(payload.digest, "dither", block.shape, block.device, start=elements.start)

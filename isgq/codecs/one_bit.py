@@ -13,6 +13,7 @@ from isgq.codecs.buckets import Bucket, Buckets, check_bucket, nonzero
 from isgq.codecs.compare import not_negative
 from isgq.codecs.flat import flatten_with_peaks, require_codec, restore
 from isgq.core.keys import Key
+from isgq.core.memory import empty
 from isgq.core.payload import Payload, Symbols
 from isgq.core.registry import register_codec
 
@@ -46,7 +47,7 @@ class OneBit:
         buckets = Buckets.of(payload.shape, self.bucket)
         bits = payload.require_symbols("q", buckets.numel, 2).values
         high, low = (payload.require_tensor(side, buckets.count, torch.float32)[:, None] for side in ("high", "low"))
-        flat = torch.empty(buckets.numel, dtype=torch.float32, device=bits.device)
+        flat = empty(buckets.numel, torch.float32, bits.device)
 
         def work(block: Tensor, elements: slice, rows: slice) -> None:
             bit = bits[elements].view(block.shape).to(torch.float32)
@@ -66,7 +67,7 @@ class OneBit:
 
 def _split_at_zero(flat: Tensor, buckets: Buckets, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Bits: uint8 ``[numel]``, 1 where >= 0; counts and means of both sides, ones first: float64 ``[2, count]``."""
-    bits = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
+    bits = empty(flat.numel(), torch.uint8, flat.device)
     divisor = nonzero(largest).unsqueeze(1)  # sums of quotients cannot overflow
     ones, high, low = torch.zeros(3, buckets.count, dtype=torch.float64, device=flat.device)
 

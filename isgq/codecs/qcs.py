@@ -27,6 +27,7 @@ from isgq.codecs.grid import nearest_integer
 from isgq.core.errors import OptionError
 from isgq.core.kernels import compiled
 from isgq.core.keys import Key, random_int32, stream_state, uniform
+from isgq.core.memory import empty
 from isgq.core.parallel import map_pieces, piece_size
 from isgq.core.payload import Payload, Symbols
 from isgq.core.registry import register_codec
@@ -157,7 +158,7 @@ class QCS:
         symbols = payload.require_symbols("q", layout.blocks * k, 2 * self.levels + 1).values.view(-1, k)
         scale = payload.require_tensor("scale", layout.blocks, torch.float32)
         factor = self._alpha(layout) / math.sqrt(k)
-        flat = torch.empty(layout.blocks * n, dtype=torch.float32, device=symbols.device)
+        flat = empty(layout.blocks * n, torch.float32, symbols.device)
 
         def work(blocks: slice) -> None:
             q = symbols[blocks].to(torch.float32).sub_(self.levels)

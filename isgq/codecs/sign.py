@@ -15,6 +15,7 @@ from isgq.codecs.compare import not_negative
 from isgq.codecs.flat import flatten_with_peaks, require_codec, restore
 from isgq.core.errors import OptionError
 from isgq.core.keys import Key
+from isgq.core.memory import empty
 from isgq.core.payload import Payload, Symbols
 from isgq.core.registry import register_codec
 
@@ -43,7 +44,7 @@ class Sign:
     def encode(self, x: Tensor, key: Key) -> Payload:
         """Compress; the key serves for messages only, nothing is random."""
         flat, buckets, peaks = flatten_with_peaks(x, key, self.bucket)
-        bits = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
+        bits = empty(flat.numel(), torch.uint8, flat.device)
         buckets.map(flat, lambda block, elements, _: bits[elements].view(block.shape).copy_(not_negative(block)))
         scale = self._scales(flat, buckets, peaks).to(torch.float32)
         return Payload(self.name, tuple(x.shape), x.dtype, {"q": Symbols(bits, 2)}, {"scale": scale})
@@ -54,7 +55,7 @@ class Sign:
         buckets = Buckets.of(payload.shape, self.bucket)
         bits = payload.require_symbols("q", buckets.numel, 2).values
         scale = payload.require_tensor("scale", buckets.count, torch.float32).unsqueeze(1)
-        flat = torch.empty(buckets.numel, dtype=torch.float32, device=bits.device)
+        flat = empty(buckets.numel, torch.float32, bits.device)
 
         def work(block: Tensor, elements: slice, rows: slice) -> None:
             block.copy_(bits[elements].view(block.shape)).mul_(2).sub_(1).mul_(scale[rows])

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from isgq.core.errors import OptionError
 from isgq.core.kernels import compiled
+from isgq.core.memory import empty
 from isgq.core.parallel import PIECE, map_parts, map_pieces, piece_size
 
 _Result = TypeVar("_Result")
@@ -172,7 +173,7 @@ def random_int32(digest: int, role: str, n: int, device: torch.device | str = "c
         OptionError: n or start is negative.
     """
     _check_range(n, start)
-    out = torch.empty(n, dtype=torch.int32, device=device)
+    out = empty(n, torch.int32, torch.device(device))
     _each_piece(out, start, lambda part, first: _fill(part, digest, role, first))
     return out
 
@@ -202,7 +203,7 @@ def uniform(
     """
     n = math.prod(shape)
     _check_range(n, start)
-    out = torch.empty(n, dtype=torch.float32, device=device)
+    out = empty(n, torch.float32, torch.device(device))
 
     kernels = compiled("quantize", out.device)
 

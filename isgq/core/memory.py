@@ -1,4 +1,4 @@
-"""Memory that is used again: to get 64 MB of fresh pages takes a CPU longer than to write a gradient of that size.
+"""Memory that is used again, or comes in huge pages: 64 MB of fresh ones take a CPU longer than to write a gradient.
 
 A gradient that a user has dropped (``zero_grad``) is the place for the next one, but only where nobody holds it, or a
 view of it, any more; which the counts of references tell.
@@ -7,8 +7,24 @@ view of it, any more; which the counts of references tell.
 import functools
 import sys
 
+import numpy as np
 import torch
 from torch import Tensor
+
+_LARGE = 1 << 22  # bytes from which on numpy asks for huge pages
+
+
+def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What :func:`torch.empty` makes: ``[numel]``; on the CPU in huge pages, where it is large and the system has them.
+
+    Args:
+        numel: number of elements.
+        dtype: of them.
+        device: where.
+    """
+    if device.type != "cpu" or numel * dtype.itemsize < _LARGE:
+        return torch.empty(numel, dtype=dtype, device=device)
+    return torch.from_numpy(np.empty(numel * dtype.itemsize, dtype=np.uint8)).view(dtype)
 
 
 class Place:

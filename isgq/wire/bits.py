@@ -29,6 +29,7 @@ from torch import Tensor
 
 from isgq.core.errors import WireError
 from isgq.core.kernels import compiled
+from isgq.core.memory import empty
 from isgq.core.parallel import PIECE
 from isgq.core.payload import symbol_dtype
 
@@ -104,7 +105,7 @@ def pack_symbols(values: Tensor, alphabet: int, planner: Planner = tight_digits)
     Returns:
         uint8 ``[packed_size(n, alphabet, planner)]``.
     """
-    out = torch.empty(packed_size(values.numel(), alphabet, planner), dtype=torch.uint8, device=values.device)
+    out = empty(packed_size(values.numel(), alphabet, planner), torch.uint8, values.device)
     start = 0
     for segment in _segments(values):
         for base, digits in _digits_of(segment, planner(alphabet)):
@@ -134,8 +135,9 @@ def unpack_symbols(data: Tensor, count: int, alphabet: int, planner: Planner = t
         raise WireError(f"{count} symbols of an alphabet of {alphabet} pack into {size} bytes, got {data.numel()}")
     plan = planner(alphabet)
     # The least digit is copied, so nothing has to be zeroed first, except where there is no digit at all.
-    allocate = torch.empty if plan else torch.zeros
-    values = allocate(count, dtype=symbol_dtype(alphabet), device=data.device)
+    values = empty(count, symbol_dtype(alphabet), data.device)
+    if not plan:
+        values.zero_()
     start = 0
     for segment in _segments(values):
         for base, shift, positions in plan:
@@ -253,7 +255,7 @@ def _unpack_digits(data: Tensor, base: int, count: int) -> Tensor:
     if per_byte == 1:
         return data
     if kernels := compiled("coding", data.device):
-        digits = data.new_empty(count)
+        digits = empty(count, torch.uint8, data.device)
         kernels.unpack_digits(data.numpy(), base, digits.numpy())
         return digits
     if base == 3:
