@@ -55,6 +55,8 @@ class Config:
     """of the session"""
     bucket_cap_mb: float | None = None
     """MiB of gradients whose messages leave while backward goes on; None: when it ends"""
+    inline_bytes: int = 0
+    """bytes of a message that travel with the header"""
     model: str = "fc:hidden=32"
     """a network by name"""
     data: str = "mnist5k"
@@ -189,7 +191,9 @@ def soak(config: Config) -> Ended:
     model = models.build(config.model, classes=images.classes, in_shape=images.in_shape, seed=config.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
     watch = Watch(config)
-    options: dict[str, Any] = {"check_replicas": config.check, "bucket_cap_mb": config.bucket_cap_mb}
+    options: dict[str, Any] = {name: getattr(config, name) for name in ("bucket_cap_mb", "inline_bytes")} | {
+        "check_replicas": config.check
+    }
     with isgq.instrument(model, config.codec, seed=config.seed, **options) as session:
         stations = Stations(model, config, rank)
         start = time.perf_counter()

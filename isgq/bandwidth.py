@@ -106,7 +106,7 @@ def predict(aggregate: AggregateName, messages: Messages, workers: int, rank: in
     dense = messages.dense
     if aggregate == "gather":
         each = header_size(messages.parameters) + max(messages.inline, sum(messages.up))
-        transfers = 1 if sum(messages.up) <= messages.inline else 2
+        transfers = 1 if messages.inline >= max(1, sum(messages.up)) else 2
         return Moved(each + dense, others * each + (dense if others else 0), transfers)
     if aggregate == "async":
         head = header_size(messages.parameters) + 8
