@@ -134,7 +134,11 @@ def _summary(rows: Sequence[Row]) -> list[str]:
         where = f"{setting}: " if setting else ""
         near = [row for row in mine if row.to_dense(dense) <= 1]
         fewest = min(near, key=lambda row: row.mean("sent"))
-        least = min((row for row in mine if row.method != DENSE), key=lambda row: row.mean("loss"))
+        others = [row for row in mine if row.method != DENSE]
+        if not others:
+            sentences.append(f"{where}dense {dense.mean('loss'):.4f}.")
+            continue
+        least = min(others, key=lambda row: row.mean("loss"))
         sentences.append(
             f"{where}dense {dense.mean('loss'):.4f}; of {len(near) - 1} methods within 1 % of it, the fewest bytes are "
             f"those of {fewest.method}, x{fewest.mean('compression'):.0f}; the least loss is that of {least.method}, "

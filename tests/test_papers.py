@@ -10,7 +10,7 @@ import models
 from analysis import reproduce
 from analysis.report import ReportError, load
 from benchmarks import papers, store
-from benchmarks.comparison import seconds
+from benchmarks.comparison import Study, compare, seconds
 from benchmarks.methods import Share, build
 from benchmarks.simulation import Outcome, Point, simulate
 from isgq.bandwidth import Link
@@ -140,3 +140,9 @@ def test_mistakes_are_refused_with_a_message(method, said, tmp_path, monkeypatch
     with pytest.raises(SystemExit, match="2"):
         papers.main(["--quick", "--only", "isgq", "--methods", method])
     assert said in capsys.readouterr().err
+
+
+def test_dense_training_alone_has_a_table_too(tmp_path):
+    base = Config(model="fc:hidden=4", codecs=("dense",), workers=(2,), epochs=1, epoch_steps=2)
+    report = compare(Study("Dense", base, [], (0.1,)), [0], tmp_path, 1)
+    assert [row["method"] for row in report.table("methods").records()] == ["dense"]
