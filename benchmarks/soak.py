@@ -191,10 +191,8 @@ def soak(config: Config) -> Ended:
     model = models.build(config.model, classes=images.classes, in_shape=images.in_shape, seed=config.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
     watch = Watch(config)
-    options: dict[str, Any] = {name: getattr(config, name) for name in ("bucket_cap_mb", "inline_bytes")} | {
-        "check_replicas": config.check
-    }
-    with isgq.instrument(model, config.codec, seed=config.seed, **options) as session:
+    options: dict[str, Any] = {"bucket_cap_mb": config.bucket_cap_mb, "inline_bytes": config.inline_bytes}
+    with isgq.instrument(model, config.codec, seed=config.seed, check_replicas=config.check, **options) as session:
         stations = Stations(model, config, rank)
         start = time.perf_counter()
         for step in range(config.steps):

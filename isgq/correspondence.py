@@ -42,12 +42,11 @@ class Correspondence:
             records: at least one.
             keys: that the records were encoded with.
         """
-        self._learn(carriers, keys, records)
-        message, sizes = pack_message(
-            records, digests=_digests(carriers, keys), template=self._template(carriers, keys)
-        )
+        addresses = _addresses(carriers, keys)
+        self._learn(addresses, records)
+        message, sizes = pack_message(records, digests=_digests(carriers, keys), template=self._template(addresses))
         if all(map(_on_cpu, records)):  # elsewhere decoding may round otherwise than on the other ranks
-            self._written[_addresses(carriers, keys)] = message, records
+            self._written[addresses] = message, records
         return message, sizes
 
     def read(self, message: Tensor, carriers: Sequence[Carrier], keys: Sequence[Key]) -> Sequence[Record]:
@@ -67,11 +66,12 @@ class Correspondence:
         if not carriers or not message.numel():
             what = f"a message of {message.numel()} bytes" if message.numel() else "no message"
             raise CodecError(f"{what} came for {len(carriers)} gradients")
-        mine, written = self._written.pop(_addresses(carriers, keys), (None, ()))
+        addresses = _addresses(carriers, keys)
+        mine, written = self._written.pop(addresses, (None, ()))
         if mine is not None and torch.equal(mine, message):
             return written
-        records = unpack_message(message, digests=_digests(carriers, keys), template=self._template(carriers, keys))
-        self._learn(carriers, keys, records)
+        records = unpack_message(message, digests=_digests(carriers, keys), template=self._template(addresses))
+        self._learn(addresses, records)
         return records
 
     def commit(self) -> None:
@@ -90,15 +90,15 @@ class Correspondence:
         self._templates.clear()
         self.rollback()
 
-    def _template(self, carriers: Sequence[Carrier], keys: Sequence[Key]) -> Template:
-        names, forms = tuple(c.name for c in carriers), tuple(map(self._known.get, _addresses(carriers, keys)))
+    def _template(self, addresses: Sequence[_Address]) -> Template:
+        names, forms = tuple(name for _, _, name in addresses), tuple(map(self._known.get, addresses))
         template = self._templates.get(names)
         if template is None or template.forms != forms:  # they hardly ever change
             template = self._templates[names] = Template.of_forms(forms)
         return template
 
-    def _learn(self, carriers: Sequence[Carrier], keys: Sequence[Key], records: Sequence[Record]) -> None:
-        self._learned.update(zip(_addresses(carriers, keys), map(form_of, records), strict=True))
+    def _learn(self, addresses: Sequence[_Address], records: Sequence[Record]) -> None:
+        self._learned.update(zip(addresses, map(form_of, records), strict=True))
 
 
 def _addresses(carriers: Sequence[Carrier], keys: Sequence[Key]) -> tuple[_Address, ...]:

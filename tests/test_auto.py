@@ -174,17 +174,14 @@ def test_a_forecast_refuses_what_makes_no_sense(options: dict[str, Any]) -> None
         isgq.plan(network(), batch(4, 0), **{"workers": 2, "link": "1Mbit/s", **options})
 
 
-@pytest.mark.parametrize("routes", ["auto:link=1000Gbit/s", "auto:link=1kbit/s,error=1e-12", "exact"])
-def test_what_is_measured_leaves_the_gradients_alone(routes: str) -> None:
+@pytest.mark.parametrize("spec", ["auto:link=1000Gbit/s", "auto:link=1kbit/s,error=1e-12", "exact"])
+def test_what_is_measured_leaves_the_gradients_alone(spec: str) -> None:
     """Planning decodes and averages, and so does telemetry, but not into what the step is about to send."""
     torch.manual_seed(0)
-    model, x, y = (
-        nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 5)),
-        torch.randn(8, 40),
-        torch.zeros(8).long(),
-    )
+    model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 5))
+    x, y = torch.randn(8, 40), torch.zeros(8, dtype=torch.int64)
     alone = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), list(model.parameters()))
-    with isgq.instrument(model, routes, log=lambda _: None) as session:
+    with isgq.instrument(model, spec, log=lambda _: None) as session:
         isgq.Telemetry(session, every=1, path=None)
         for _ in range(2):
             model.zero_grad()

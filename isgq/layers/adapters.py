@@ -59,6 +59,19 @@ class Writes(Protocol):
         ...
 
 
+@runtime_checkable
+class Spares(Protocol):
+    """What an adapter has besides, if its layers can be spared a weight gradient."""
+
+    def made(self, module: Any, x: Tensor, output: Tensor) -> bool:
+        """Whether the output is what the module's forward makes of its weight and x, and nothing has changed it."""
+        ...
+
+    def input_grad(self, module: Any, weight: Tensor, x: Tensor, d: Tensor) -> Tensor:
+        """The gradient of the input, as autograd makes it; differentiable."""
+        ...
+
+
 _A = TypeVar("_A", bound=type[Any])
 _ADAPTERS: dict[type[nn.Module], Adapter] = {}
 
@@ -149,7 +162,7 @@ class LinearAdapter:
         return d.sum(0)
 
     def made(self, module: nn.Linear, x: Tensor, output: Tensor) -> bool:
-        """See :class:`isgq.layers.spared.Spares`: a product, perhaps of another shape, with the transposed weight."""
+        """See :class:`Spares`: a product, perhaps of another shape, with the transposed weight."""
         node: Any = output.grad_fn
         if node.name() in {"ViewBackward0", "UnsafeViewBackward0"}:
             node = node.next_functions[0][0]
@@ -208,7 +221,7 @@ class ConvAdapter:
         return d.sum([0, *range(2, d.dim())])
 
     def made(self, module: nn.Conv2d, x: Tensor, output: Tensor) -> bool:
-        """See :class:`isgq.layers.spared.Spares`: a plain convolution of a batch."""
+        """See :class:`Spares`: a plain convolution of a batch."""
         node: Any = output.grad_fn
         padded = isinstance(module.padding, str) or module.padding_mode != "zeros"
         batched = x.dim() == output.dim() == len(module.kernel_size) + 2

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from isgq.core.errors import CodecError
 from isgq.core.payload import Factors, LowRank
-from isgq.layers.adapters import Adapter, Writes, adapter_for, has_adapter
+from isgq.layers.adapters import Adapter, Spares, Writes, adapter_for, has_adapter
 
 SKIPPED = "skipped by the caller"
 
@@ -49,10 +49,16 @@ class Unit:
         assert isinstance(weight, nn.Parameter)
         return weight
 
+    # Kept, because to ask costs as much as a small product.
     @functools.cached_property
-    def _writer(self) -> Writes | None:
-        """The adapter, if it can write; kept, because to ask costs as much as a small product."""
+    def writing(self) -> Writes | None:
+        """The adapter, if it can write."""
         return self.adapter if isinstance(self.adapter, Writes) else None
+
+    @functools.cached_property
+    def sparing(self) -> Spares | None:
+        """The adapter, if it can spare."""
+        return self.adapter if isinstance(self.adapter, Spares) else None
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -94,8 +100,8 @@ class Unit:
         has_bias = self.bias_name is not None
         if isinstance(factors, LowRank):
             return [factors.weight(out), *([factors.bias()] if has_bias else [])]
-        if out is not None and self._writer is not None:
-            weight = self._writer.contract_into(self.module, factors.x, factors.d, out)
+        if out is not None and self.writing is not None:
+            weight = self.writing.contract_into(self.module, factors.x, factors.d, out)
         else:
             weight = self.contract(factors.x, factors.d)
         return [weight, *([self.adapter.bias_grad(self.module, factors.d)] if has_bias else [])]

@@ -10,10 +10,9 @@ Whatever else uses the weight still sends its gradient there, so a gradient that
 one is always one that the pairs do not make up. A graph of gradients (``create_graph``) has everything.
 """
 
-import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +26,6 @@ Caught = Callable[[Unit, Factors, bool], bool]
 returns whether it may be left out."""
 
 
-@runtime_checkable
-class Spares(Protocol):
-    """What an adapter has besides, if its layers can be spared a weight gradient."""
-
-    def made(self, module: Any, x: Tensor, output: Tensor) -> bool:
-        """Whether the output is what the module's forward makes of its weight and x, and nothing has changed it."""
-        ...
-
-    def input_grad(self, module: Any, weight: Tensor, x: Tensor, d: Tensor) -> Tensor:
-        """The gradient of the input, as autograd makes it; differentiable."""
-        ...
-
-
 def spare(unit: Unit, x: Tensor, output: Tensor, caught: Caught) -> Tensor | None:
     """The output with another history; None where that might miss something.
 
@@ -49,7 +35,7 @@ def spare(unit: Unit, x: Tensor, output: Tensor, caught: Caught) -> Tensor | Non
         output: its output.
         caught: called in every backward pass.
     """
-    module, adapter, weight = unit.module, _sparing(cast(Hashable, unit.adapter)), unit.module._parameters.get("weight")
+    module, adapter, weight = unit.module, unit.sparing, unit.module._parameters.get("weight")
     plain = (
         adapter is not None
         and "forward" not in module.__dict__
@@ -64,12 +50,6 @@ def spare(unit: Unit, x: Tensor, output: Tensor, caught: Caught) -> Tensor | Non
     # .data is no view, which would forbid an in-place activation behind.
     result: Tensor = _Spared.apply(x, weight, module.bias, _Call(unit, output.data, caught))  # type: ignore[no-untyped-call]
     return result
-
-
-@functools.cache
-def _sparing(adapter: Hashable) -> Spares | None:
-    """The adapter, if it can spare; kept, because to ask costs as much as a small product."""
-    return adapter if isinstance(adapter, Spares) else None
 
 
 def _transformed() -> bool:

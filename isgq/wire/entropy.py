@@ -183,22 +183,23 @@ def decode_together(streams: Sequence[Stream], data: Tensor) -> list[Tensor | No
     kernels = compiled("coding", data.device)
     if kernels is None or len(by_ans) < 2:
         return found
-    raw, fields, tables, place, shares = data.numpy(), [], [], 0, 0
+    raw, chosen, fields, tables, place, shares = data.numpy(), [], [], [], 0, 0
     for i in sorted(by_ans, key=lambda i: -streams[i].count):
         stream = streams[i]
         start = stream.body.start + packed_size(stream.alphabet, 1 << stream.coder.weight_bits)
         table = _table(raw[stream.body.start : start].tobytes(), stream) if start <= stream.body.stop else None
         if table is None or (start < stream.body.stop and not raw[stream.body.stop - 1]):
             continue
-        fields.append((start, stream.body.stop, stream.count, place, shares, shares + stream.alphabet, i))
+        chosen.append(i)
+        fields.append((start, stream.body.stop, stream.count, place, shares, shares + stream.alphabet))
         tables.append(table)
         place, shares = place + stream.count, shares + stream.alphabet
     if not fields:
         return found
-    numbers, symbols, good = np.array(fields), np.empty(place, dtype=np.uint8), np.empty(len(fields), dtype=np.bool_)
-    kernels.ans_decode_together(raw, numbers[:, :6].copy(), np.concatenate(tables), symbols, good)
-    decoded = torch.split(torch.from_numpy(symbols), [count for _, _, count, *_ in fields])
-    for (*_, i), values, fine in zip(fields, decoded, good, strict=True):
+    symbols, good = np.empty(place, dtype=np.uint8), np.empty(len(fields), dtype=np.bool_)
+    kernels.ans_decode_together(raw, np.array(fields), np.concatenate(tables), symbols, good)
+    decoded = torch.split(torch.from_numpy(symbols), [streams[i].count for i in chosen])
+    for i, values, fine in zip(chosen, decoded, good, strict=True):
         found[i] = values if fine else None
     return found
 
@@ -375,8 +376,8 @@ def _ans(values: Tensor, model: _Model) -> bytes:
 
 def _unans(body: Tensor, count: int, alphabet: int, weight_bits: int) -> Tensor:
     """Symbols coded by ANS, on the CPU; WireError if the body is no such stream."""  # noqa: DOC501
-    size, data = packed_size(alphabet, 1 << weight_bits), body.numpy().tobytes()
+    size, data = packed_size(alphabet, 1 << weight_bits), body.numpy()
     if len(data) < size:
         raise WireError(f"table of {alphabet} weights takes {size} bytes, the stream has only {len(data)}")
-    values = ans_decode(data[size:], count, _shares_of(data[:size], alphabet, weight_bits))
+    values = ans_decode(data[size:].tobytes(), count, _shares_of(data[:size].tobytes(), alphabet, weight_bits))
     return torch.from_numpy(values).to(symbol_dtype(alphabet))

@@ -155,6 +155,18 @@ def ans_encode(values: _Bytes, frequencies: _Ints, out: _Words) -> int:
 
 
 @kernel
+def _lowest(sums: Any) -> Any:
+    """The first symbol that each part of the quantiles may belong to."""
+    lookup = np.empty(1 << _LOOKUP_BITS, dtype=np.uint8)
+    lowest = 0
+    for i in range(1 << _LOOKUP_BITS):
+        while sums[lowest + 1] <= np.uint64(i) << _LOOKUP_SHIFT:
+            lowest += 1
+        lookup[i] = lowest
+    return lookup
+
+
+@kernel
 def ans_decode(words: _Words, frequencies: _Ints, out: _Bytes) -> bool:
     """Inverse of :func:`ans_encode`: fills ``out``.
 
@@ -162,12 +174,7 @@ def ans_decode(words: _Words, frequencies: _Ints, out: _Bytes) -> bool:
         Whether the words hold exactly these symbols.
     """
     sums = _cumulate(frequencies)
-    lookup = np.empty(1 << _LOOKUP_BITS, dtype=np.uint8)
-    lowest = 0
-    for i in range(1 << _LOOKUP_BITS):
-        while sums[lowest + 1] <= np.uint64(i) << _LOOKUP_SHIFT:
-            lowest += 1
-        lookup[i] = lowest
+    lookup = _lowest(sums)
     left, state = len(words), np.uint64(0)
     for _ in range(min(2, left)):
         left -= 1
@@ -205,14 +212,8 @@ def ans_decode_together(data: _Bytes, fields: _Ints, frequencies: _Ints, out: _B
         lanes = min(_LANES, len(fields) - first)
         for lane in range(lanes):
             start, stop, _, places[lane], low, high = fields[first + lane]
-            sums[lane, 0] = 0
-            for i in range(high - low):
-                sums[lane, i + 1] = sums[lane, i] + np.uint64(frequencies[low + i])
-            lowest = 0
-            for i in range(1 << _LOOKUP_BITS):
-                while sums[lane, lowest + 1] <= np.uint64(i) << _LOOKUP_SHIFT:
-                    lowest += 1
-                lookup[lane, i] = lowest
+            own = _cumulate(frequencies[low:high])
+            sums[lane, : len(own)], lookup[lane] = own, _lowest(own)
             state, left = np.uint64(0), max(0, (stop - start + 3) // 4 - 2)  # two words are in the state
             for at in range(stop - 1, start + 4 * left - 1, -1):
                 state = state << _BYTE_BITS | np.uint64(data[at])
