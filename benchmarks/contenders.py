@@ -32,7 +32,7 @@ from isgq.bandwidth import Link
 from isgq.choice import Scope, choose
 from isgq.core.errors import OptionError
 from isgq.ddp import comm_hook
-from isgq.exchange import Pending, TorchExchange
+from isgq.exchange import AT_ONCE, Pending, TorchExchange
 
 _FRAMES = 3 * 48  # bytes of gloo's own with each of its messages: two notices and a header
 _ONE_BUCKET = 1 << 12  # MB
@@ -42,13 +42,14 @@ _PLAIN_STEPS = 2  # of PowerSGD, which it wants to begin with
 _TWO_PASS: dict[str, Scope] = {"two_pass": "tensor", "two_pass_model": "model"}
 
 
-def ring_gather(size: float, workers: int) -> float:
-    """Bytes that a worker sends when gloo gathers messages of this size from all: N - 1 hops of two messages."""
-    return (workers - 1) * (size + 2 * _FRAMES)
+def gather(size: float, workers: int) -> float:
+    """Bytes that a worker sends when it gathers messages of this size from all: one to each, or N - 1 hops of two."""
+    frames = 1 if workers * size <= AT_ONCE else 2
+    return (workers - 1) * (size + frames * _FRAMES)
 
 
 def ring_reduce(size: float, workers: int) -> float:
-    """The same when it adds vectors of this size up: 2 (N - 1) hops of an N-th, of two messages."""
+    """The same when gloo adds vectors of this size up: 2 (N - 1) hops of an N-th, of two messages."""
     return 2 * (workers - 1) * (size / workers + 2 * _FRAMES)
 
 
@@ -79,7 +80,7 @@ class Counted(TorchExchange):
         before = self.sent
         pending = super().all_gather(message, lengths)
         gathers = (lengths is None) + bool(message.numel())  # of lengths, of messages
-        self._own += ring_gather(self.sent - before, self.world_size) + (gathers - 1) * ring_gather(0, self.world_size)
+        self._own += gather(self.sent - before, self.world_size) + (gathers - 1) * gather(0, self.world_size)
         return pending
 
     def all_to_all(self, messages: Sequence[Tensor], lengths: Sequence[int]) -> Pending[list[Tensor]]:

@@ -9,7 +9,7 @@ For each method (:mod:`benchmarks.contenders`), with the same network, samples a
     course      test loss every few steps, without a link, which changes none of them but those of ``auto``
     ms          median time of a step on the link, optimizer included, after some that are not counted
     sent        bytes that a worker hands over in a step, as the ledger counts: a message for all once
-    wire        what gloo's rings make of them: hops of N - 1 neighbours, and its own 144 bytes a message
+    wire        what gloo makes of them: a message to each other worker, or a ring's hops, and its own 144 bytes each
     alone       ms that these bytes take one way on an idle link: a model, without latency
     counted     bytes that the interface has sent and received, halved, in a step
     ratio       counted / (wire + 66 bytes a packet, for Ethernet, IP and TCP)

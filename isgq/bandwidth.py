@@ -162,8 +162,12 @@ class Link:
         return f"{self.bytes_per_second * 8 / 1e6:.10g}Mbit/s{latency}"
 
     def gather_seconds(self, size: float, workers: int) -> float:
-        """Time of an all-gather of messages of this size around a ring: N - 1 hops of a message."""
-        return (workers - 1) * (size / self.bytes_per_second + self.latency)
+        """Time of an all-gather of messages of this size: N - 1 copies of one, which leave one after the other.
+
+        What is too large for :class:`isgq.exchange.TorchExchange` to do so goes around a ring, where latency counts
+        N - 1 times, but hardly matters.
+        """
+        return (workers - 1) * size / self.bytes_per_second + (self.latency if workers > 1 else 0.0)
 
     def reduce_seconds(self, size: float, workers: int) -> float:
         """Time of an all-reduce of a vector of this size around a ring: 2 (N - 1) hops of an N-th of it."""

@@ -35,8 +35,8 @@ def test_what_is_no_link_is_refused(text: str) -> None:
         Link.parse(text)
 
 
-def test_rings() -> None:
-    assert LINK.gather_seconds(1000, 4) == pytest.approx(3 * (0.001 + 0.002))
+def test_how_long_gathering_and_reducing_take() -> None:
+    assert LINK.gather_seconds(1000, 4) == pytest.approx(3 * 0.001 + 0.002)
     assert LINK.reduce_seconds(1000, 4) == pytest.approx(6 * (0.00025 + 0.002))
     assert LINK.gather_seconds(1000, 1) == LINK.reduce_seconds(1000, 1) == 0
 
@@ -47,7 +47,7 @@ def test_a_step_by_hand() -> None:
     assert coded.error_of_mean(4) == 2.0
     codec, link = step_seconds([coded, dense(4000)], 30, 4, LINK)
     assert codec == pytest.approx(0.018)
-    assert link == pytest.approx(3 * (0.00003 + 0.002) + 3 * 0.001 + 6 * 0.00101 + 6 * 0.002)
+    assert link == pytest.approx(3 * 0.00003 + 0.002 + 3 * 0.001 + 6 * 0.00101 + 6 * 0.002)
     assert step_seconds([dense(4000)], 30, 4, LINK)[0] == 0
     assert ddp_seconds(4000, 0.1, 0.2, 4, LINK) == pytest.approx(0.3)  # hidden behind backward
     assert ddp_seconds(4e6, 0.1, 0.2, 4, LINK) == pytest.approx(0.1 + 6.0 + 6 * 0.002)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import isgq
-from benchmarks.contenders import Task, ring_gather, ring_reduce
+from benchmarks.contenders import Task, gather, ring_reduce
 from benchmarks.links import Steps, main, measure, reached, row, table
 from benchmarks.machines import launch_on, machines, reason_against
 from benchmarks.scale import moved
@@ -97,9 +97,10 @@ def test_the_number_of_machines_has_bounds(workers: int) -> None:
         pass
 
 
-def test_what_rings_make_of_messages() -> None:
-    assert ring_gather(1000, 1) == ring_reduce(1000, 1) == 0
-    assert ring_gather(1000, 4) == 3 * 1000 + 864  # as counted on an interface, headers of TCP/IP left out
+def test_what_gloo_makes_of_messages() -> None:
+    assert gather(1000, 1) == ring_reduce(1000, 1) == 0
+    assert gather(2_000_000, 4) == 3 * 2_000_000 + 864  # as counted on an interface, headers of TCP/IP left out
+    assert gather(1000, 4) == 3 * 1000 + 432
     assert ring_reduce(4_000_000, 4) == 6_000_000 + 1728
 
 
