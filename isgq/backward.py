@@ -86,8 +86,8 @@ class BackwardWatch:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if torch.is_grad_enabled() and module is model():
                 self.forward_begins()
-                samples = _samples((args, kwargs))
-                for leaf in tree_leaves(output):
+                samples = _samples((*args, *kwargs.values()))
+                for leaf in [output] if isinstance(output, Tensor) else tree_leaves(output):
                     if isinstance(leaf, Tensor) and leaf.requires_grad:
                         size = min(samples, leaf.numel())
                         leaf.register_hook(lambda _, size=size: self._goes_through(size))  # type: ignore[no-untyped-call]
@@ -109,7 +109,8 @@ class BackwardWatch:
             self._on_end()
 
 
-def _samples(inputs: Any) -> int:
+def _samples(inputs: tuple[Any, ...]) -> int:
     """The largest first dimension among a forward pass' tensors; 1 where there is none to tell."""
-    sizes = [leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
+    leaves = inputs if all(isinstance(each, Tensor) for each in inputs) else tree_leaves(inputs)  # which takes longer
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     return max(sizes, default=1)

@@ -1,6 +1,6 @@
 """Why a rank cannot take part in a step, as far as no carrier can tell."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -12,14 +12,12 @@ from isgq.windows import Window
 from isgq.wire.header import Status
 
 
-def refusal(
-    windows: Mapping[str, Window], is_dense: Callable[[str], bool], frozen: Collection[nn.Parameter]
-) -> Outgoing | None:
+def refusal(windows: Mapping[str, Window], dense: Collection[str], frozen: Collection[nn.Parameter]) -> Outgoing | None:
     """What to tell the other ranks; None if nothing is wrong.
 
     Args:
         windows: of all trainable parameters, in the order of the headers.
-        is_dense: tells by name whether a gradient travels without a carrier.
+        dense: names of the gradients that travel without a carrier.
         frozen: parameters that were frozen when the session began.
     """
     touched = [window for window in windows.values() if window.touched]
@@ -28,7 +26,7 @@ def refusal(
     name = ""
     try:
         check_frozen(frozen)
-        for name in filter(is_dense, windows):
+        for name in dense:
             if windows[name].touched:
                 check_finite(windows[name].contribution(), f"the gradient of {name!r}")
     except NonFiniteError as error:

@@ -41,7 +41,7 @@ from isgq.scaling import LossScale
 from isgq.sparing import Sparing
 from isgq.traffic import Traffic
 from isgq.two_pass import replies_of
-from isgq.windows import Contributions, Window, captured_size, flat_gradients
+from isgq.windows import Contributions, Window, captured_size, flat_gradients, parts_of
 from isgq.wire.header import NEW_PLAN, Header, Status
 
 
@@ -87,7 +87,7 @@ class Session:
         self.traffic, self.plan, self.step = Traffic(), Plan(), 0
         self._sizes, self._outdated, self._local_only = Sizes(), False, False
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._names = list(self._parameters)
+        self._names, self._size = list(self._parameters), sum(p.nbytes for p in self._parameters.values())
         self._doubts = Doubts(self._names, whole=choice.subspace is None)
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._units, self._reasons = ([], {}) if self._policy == "dense" else find_units(model, skip)
@@ -209,7 +209,7 @@ class Session:
             self._sparing.factored = frozenset(factored if self._skips else ())
         asks = self._choice.auto is not None and self._sizes.asks(captured_size(self._windows))
         step = replace(self._step(), new_plan=asks, planned=planned)
-        outgoing = refusal(self._windows, self._is_dense, self._frozen) or self._aggregate.encode(step)
+        outgoing = refusal(self._windows, self._dense, self._frozen) or self._aggregate.encode(step)
         if outgoing.status is Status.OK:
             outgoing = replace(outgoing, status=status)
         headers = []
@@ -228,19 +228,17 @@ class Session:
         return True
 
     def _apply(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> None:
-        used = [any(header.used[i] for header in headers) for i in range(len(self._names))]
-        dense = [self._windows[n] for n, u in zip(self._names, used, strict=True) if u and self._is_dense(n)]
+        dense = [self._windows[name] for name, i in self._dense.items() if any(header.used[i] for header in headers)]
         reduced = [(group, self._exchange.all_reduce_mean(flat)) for group, flat in flat_gradients(dense)]
         means = self._aggregate.reduce(step, outgoing, headers)
         for group, pending in reduced:
-            sizes = [window.parameter.numel() for window in group]
-            for window, part in zip(group, torch.split(pending.wait(), sizes), strict=True):
-                means[window.name] = part
-        for name, mean in means.items():
-            self._windows[name].close(mean)
-        for window in self._windows.values():
-            window.owed.clear()  # where no mean is left, a server's optimizer has stepped
-            window.reset()
+            means |= parts_of(pending.wait(), group)
+        for name, window in self._windows.items():
+            if name in means:
+                window.close(means[name])
+            else:  # there was none, or it has been applied: a server's optimizer has stepped
+                window.owed.clear()
+                window.reset()
         self._account(self._aggregate.sizes, dense)
         self._aggregate.commit()
         self._outdated = any(header.parameter == NEW_PLAN for header in headers)
@@ -261,14 +259,16 @@ class Session:
     def _planned(self) -> bool:
         return bool(self._carriers) and not self._outdated
 
-    def _is_dense(self, name: str) -> bool:
-        return all(name not in carrier.names for carrier in self._carriers)
+    @property
+    def _dense(self) -> dict[str, int]:
+        """Names of the gradients that travel without a carrier, and their positions in the headers."""
+        carried = {name for carrier in self._carriers for name in carrier.names}
+        return {name: i for i, name in enumerate(self._names) if name not in carried}
 
     def _account(self, sizes: Mapping[str, int], dense: Sequence[Window]) -> None:
         sent, received = self._exchange.sent - self._start_bytes[0], self._exchange.received - self._start_bytes[1]
-        pieces = [*sizes.items(), *((w.name, w.parameter.numel() * w.parameter.element_size()) for w in dense)]
-        whole = sum(p.numel() * p.element_size() for p in self._parameters.values())
-        self.traffic.record(sent, received, pieces, whole)
+        pieces = [*sizes.items(), *((window.name, window.parameter.nbytes) for window in dense)]
+        self.traffic.record(sent, received, pieces, self._size)
 
     def observe(self, observer: Observer | None) -> None:
         """Show each step's records to an observer, such as :class:`isgq.Telemetry`; None ends that."""
@@ -281,7 +281,7 @@ class Session:
 
     def messages(self) -> Messages:
         """Sizes of the last step's messages, for :func:`isgq.bandwidth.predict`."""
-        dense = sum(p.numel() * p.element_size() for name, p in self._parameters.items() if self._is_dense(name))
+        dense = sum(self._parameters[name].nbytes for name in self._dense)
         return messages_of(self._aggregate, dense, len(self._names))
 
     # ---- the plan

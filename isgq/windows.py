@@ -288,3 +288,9 @@ def flat_gradients(windows: Sequence[Window]) -> Iterator[tuple[list[Window], Te
         groups.setdefault((window.parameter.dtype, window.parameter.device), []).append(window)
     for group in groups.values():
         yield group, torch.cat([window.contribution().reshape(-1) for window in group])
+
+
+def parts_of(flat: Tensor, windows: Sequence[Window]) -> dict[str, Tensor]:
+    """What each window has of such a vector, by name: views."""
+    parts = torch.split(flat, [window.parameter.numel() for window in windows])
+    return {window.name: part for window, part in zip(windows, parts, strict=True)}

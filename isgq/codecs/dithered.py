@@ -17,6 +17,7 @@ dither: Schuchman 1964; half: the stochastic rounding of QSGD (Alistarh et al., 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import ClassVar, Literal
 
@@ -25,12 +26,13 @@ from torch import Tensor
 
 from isgq.codecs.buckets import Bucket, Buckets, check_bucket, nonzero
 from isgq.codecs.compare import not_negative, not_zero
-from isgq.codecs.flat import flatten_with_peaks, require_codec, restore
+from isgq.codecs.flat import elements, flatten, flatten_with_peaks, require_codec, restore
 from isgq.codecs.grid import nearest_integer
 from isgq.core.errors import OptionError
 from isgq.core.kernels import compiled
-from isgq.core.keys import Key, State, map_stream, uniform
+from isgq.core.keys import Key, State, map_stream, stream_state, uniform
 from isgq.core.memory import empty
+from isgq.core.parallel import is_one_part
 from isgq.core.payload import Payload, Symbols, symbol_dtype
 from isgq.core.registry import register_codec
 
@@ -69,11 +71,11 @@ class Dithered:
             raise OptionError(f"levels is {self.levels}, must be in 1 .. {most} for mode {self.mode!r}")
         check_bucket(self.bucket)
 
-    @property
+    @cached_property  # like the next, asked for again and again
     def _marks_zeros(self) -> bool:
         return self.sparse and self.mode == "subtractive"
 
-    @property
+    @cached_property
     def _alphabet(self) -> int:
         return 2 if self.mode == "one_bit" else 2 * self.levels + 1 + self._marks_zeros
 
@@ -86,11 +88,19 @@ class Dithered:
         Raises:
             NonFiniteError: x holds NaN or Inf, also as float32.
         """
-        (flat, buckets, peaks), digest = flatten_with_peaks(x, key, self.bucket), key.digest
+        digest, symbols = key.digest, empty(x.numel(), symbol_dtype(self._alphabet), x.device)
+        kernels = self._kernels(x.device)
+        if kernels and is_one_part(x):
+            flat, buckets = elements(x, key), Buckets.of(x.shape, self.bucket)
+            scales, state = torch.empty(buckets.count), stream_state(digest, _ROLE, 0)
+            options = self.levels, self.mode == "one_bit", self._marks_zeros
+            if not kernels.dither_part(flat.numpy(), buckets.size, state, *options, scales.numpy(), symbols.numpy()):
+                flatten(x, key)  # raises, and says what is wrong
+            return self._payload(x, symbols, scales, digest)
+        flat, buckets, peaks = flatten_with_peaks(x, key, self.bucket)
         scales = self._scales(peaks)
-        symbols = empty(flat.numel(), symbol_dtype(self._alphabet), flat.device)
         divisors = nonzero(scales)
-        if kernels := self._kernels(flat.device):
+        if kernels:
             self._encode_compiled(kernels, flat, divisors, buckets, digest, symbols)
         else:
             column = divisors.unsqueeze(1)
@@ -100,6 +110,9 @@ class Dithered:
                 self._quantize(block, column[rows], dither, symbols[elements].view(block.shape))
 
             buckets.map(flat, work)
+        return self._payload(x, symbols, scales, digest)
+
+    def _payload(self, x: Tensor, symbols: Tensor, scales: Tensor, digest: int) -> Payload:
         streams = {"levels": Symbols(symbols, self._alphabet)}
         shared = 0 if self.mode == "half" else digest
         return Payload(self.name, tuple(x.shape), x.dtype, streams, {"scales": scales}, shared)
@@ -167,6 +180,10 @@ class Dithered:
         """:meth:`_rebuild` of all elements, times their scales."""
         given, each, out = kernels.arrays(symbols, scales, flat)
         step, shift = (2, 1) if self.mode == "one_bit" else (1, self.levels)
+        if self.mode != "half" and is_one_part(flat):
+            state = stream_state(digest, _ROLE, 0)
+            kernels.undither(given, each, buckets.size, 0, buckets.numel, state, step, shift, self._marks_zeros, out)
+            return
 
         def work(start: int, stop: int, state: State) -> None:
             if self.mode == "half":

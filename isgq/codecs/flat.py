@@ -21,7 +21,7 @@ def flatten(x: Tensor, key: Key) -> Tensor:
         CodecError: x is not of a floating dtype.
         NonFiniteError: NaN or Inf in x, or float64 values beyond the range of float32.
     """
-    flat = _elements(x, key)
+    flat = elements(x, key)
     check_finite(x, key.name)
     if x.dtype == torch.float64:
         try:
@@ -30,6 +30,18 @@ def flatten(x: Tensor, key: Key) -> Tensor:
             limit = torch.finfo(torch.float32).max
             raise NonFiniteError(f"{key.name} (float64) holds values beyond +-{limit:.3g}; scale it down") from error
     return flat
+
+
+def elements(x: Tensor, key: Key) -> Tensor:
+    """The same, of which nobody knows yet whether they are finite.
+
+    Raises:
+        CodecError: x is not of a floating dtype.
+    """
+    if x.dtype not in FLOAT_DTYPES:
+        allowed = ", ".join(str(dtype) for dtype in FLOAT_DTYPES)
+        raise CodecError(f"{key.name}: cannot compress a tensor of {x.dtype}; allowed are {allowed}")
+    return x.detach().reshape(-1).to(torch.float32).contiguous()
 
 
 def flatten_with_peaks(x: Tensor, key: Key, bucket: Bucket) -> tuple[Tensor, Buckets, Tensor]:
@@ -42,18 +54,11 @@ def flatten_with_peaks(x: Tensor, key: Key, bucket: Bucket) -> tuple[Tensor, Buc
         key: as for :func:`flatten`.
         bucket: the option.
     """
-    flat, buckets = _elements(x, key), Buckets.of(x.shape, bucket)
+    flat, buckets = elements(x, key), Buckets.of(x.shape, bucket)
     peaks = buckets.absmax(flat)
     if not are_finite(peaks):
         flatten(x, key)  # raises, and says what is wrong
     return flat, buckets, peaks
-
-
-def _elements(x: Tensor, key: Key) -> Tensor:
-    if x.dtype not in FLOAT_DTYPES:
-        allowed = ", ".join(str(dtype) for dtype in FLOAT_DTYPES)
-        raise CodecError(f"{key.name}: cannot compress a tensor of {x.dtype}; allowed are {allowed}")
-    return x.detach().reshape(-1).to(torch.float32).contiguous()
 
 
 def restore(flat: Tensor, payload: Payload) -> Tensor:

@@ -11,6 +11,8 @@ from isgq.core.errors import NonFiniteError
 from isgq.core.kernels import compiled
 from isgq.core.parallel import map_parts
 
+_Part = tuple[slice, NDArray[np.uint32]]
+
 
 def absmax(flat: Tensor, size: int) -> Tensor:
     """Largest absolute value of each run of ``size`` elements, the last of which may be shorter; NaN where one is.
@@ -32,7 +34,7 @@ def absmax(flat: Tensor, size: int) -> Tensor:
     bits = flat.numpy().view(np.uint32)
     largest = np.zeros(-(-len(bits) // size), dtype=np.uint32)
 
-    def work(start: int, stop: int) -> tuple[slice, NDArray[np.uint32]]:
+    def work(start: int, stop: int) -> _Part:
         runs = slice(start // size, -(-stop // size))
         part = np.empty(runs.stop - runs.start, dtype=np.uint32)
         kernels.largest_bits(bits, size, start, stop, part)
@@ -46,7 +48,7 @@ def absmax(flat: Tensor, size: int) -> Tensor:
 def is_finite(x: Tensor) -> bool:
     """Whether a floating-point tensor holds neither NaN nor Inf."""
     x = x.detach()
-    if not x.numel():
+    if not x.numel() or math.isfinite(float(x.sum())):  # a sum of finite numbers may overflow, but not the other way
         return True
     if x.dtype is torch.float32 and x.is_contiguous():
         return are_finite(absmax(x.view(-1), x.numel()))

@@ -37,6 +37,11 @@ def part_size(device: torch.device) -> int:
     return PART if device.type == "cpu" else _LAUNCH
 
 
+def is_one_part(x: torch.Tensor) -> bool:
+    """Whether a compiled kernel on the CPU takes a tensor at once."""
+    return x.device.type == "cpu" and x.numel() <= PART
+
+
 def map_parts(work: Callable[[int, int], _Result], numel: int, device: torch.device = _CPU) -> list[_Result]:
     """``work(start, stop)`` for parts of ``0 .. numel - 1``, each of :func:`part_size` but the last; by threads.
 

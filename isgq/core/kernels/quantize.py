@@ -27,6 +27,7 @@ _INTEGERS = np.float32(1.5 * 2**23)
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
 _TWO = np.float32(2)
+_MAGNITUDE, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)  # bits of float32
 _LARGEST = np.float32(np.finfo(np.float32).max)
 
 
@@ -122,6 +123,29 @@ def dither_signs(flat: _Floats, divisor: _Floats, size: int, start: int, stop: i
         for i in range(last - first):
             u = _uniform(_mix(np.uint32(counter + np.uint32(i)), k1, k2, k3))
             symbols[i] = np.uint8(values[i] / scale + _TWO * u >= 0)
+
+
+@kernel
+def dither_part(
+    flat: _Floats, size: int, state: _State, levels: int, signs: bool, sparse: bool, scales: _Floats, out: _Bytes
+) -> bool:
+    """Scales and symbols of a tensor that is a single part; False, and nothing of use, where it is not finite."""
+    bits, peaks, divisors = flat.view(np.uint32), scales.view(np.uint32), np.empty_like(scales)
+    for bucket in range(len(scales)):
+        most = np.uint32(0)
+        for word in bits[bucket * size : (bucket + 1) * size]:
+            most = max(most, np.uint32(word & _MAGNITUDE))
+        if most >= _INFINITY:
+            return False
+        peaks[bucket] = most
+        if not signs:
+            scales[bucket] /= np.float32(levels)
+        divisors[bucket] = _ONE if scales[bucket] == 0 else scales[bucket]
+    if signs:
+        dither_signs(flat, divisors, size, 0, len(flat), state, out)
+    else:
+        dither(flat, divisors, size, 0, len(flat), state, levels, sparse, out)
+    return True
 
 
 @kernel
