@@ -27,6 +27,7 @@ from isgq.core.registry import AnyCodec
 from isgq.exchange import Loopback
 from isgq.instrumented import check_free
 from isgq.layers.capture import Capture, Unit, find_units, merge
+from isgq.layers.trust import gap
 from isgq.planner import Line, Plan, table
 from isgq.records import FactorCarrier
 from isgq.routing import make_carriers, make_plan, measure
@@ -187,8 +188,8 @@ def _error(carrier: FactorCarrier, gradients: Mapping[str, Tensor]) -> float | N
     one_size = len({(pair.x.shape[1:], pair.d.shape[1:]) for pair in pairs}) == 1
     if not one_size:
         return None
-    gap, size = carrier.gap(merge(pairs), gradients)
-    return float(gap / size) if size else float(gap)
+    apart, size = gap(carrier.unit, merge(pairs), [gradients[name] for name in carrier.names])
+    return apart / size if size else apart
 
 
 @contextmanager

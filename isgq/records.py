@@ -7,7 +7,6 @@ or of several gradients as one vector; where this rank does not trust its codec 
 that was left out of earlier ones.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,9 +19,10 @@ from isgq.codecs.feedback import memory_of
 from isgq.core.codec import Codec, PairCodec, PlansTogether, learned_by, pair_digests
 from isgq.core.errors import CodecError, NonFiniteError
 from isgq.core.extremes import check_finite
-from isgq.core.keys import Key, uniform
+from isgq.core.keys import Key
 from isgq.core.payload import Factors, LowRank, PairPayload, Payload
 from isgq.layers.capture import Unit, merge
+from isgq.layers.trust import fit, make_up, surely_make_up
 from isgq.planner import NO_PAIR, NO_PRODUCT, PAIRLESS, REFUSED, UNSEEN
 from isgq.rows import Rows, split
 from isgq.windows import Window
@@ -31,10 +31,6 @@ Record = Payload | PairPayload
 Decoded = Factors | LowRank | Tensor
 _EXACT = Exact()
 _PLAIN = _EXACT.name  # of a record that holds a plain gradient
-# How far the captured pairs' product may be from autograd's gradient before they are not trusted: relative to its norm
-# in half precision and where float32 may be TensorFloat-32, and else in roundings of its terms.
-_HALF, _TENSOR_FLOAT, _ROUNDINGS = 5e-2, 1e-3, 64
-_TINY = 1e-30
 
 
 def ledger_name(carrier: "Carrier") -> str:
@@ -190,55 +186,12 @@ class FactorCarrier:
             factors = windows[0].unscaled(merge(windows[0].captured))
         except CodecError as error:
             return str(error)
+        dtype = windows[0].captured[0].d.dtype  # of autograd's product; these factors may be unscaled
         if windows[0].owed:
-            return factors if self._account_alone(factors, gradients) else NO_PRODUCT
-        return factors if self._accounts_for(factors, gradients, key) else NO_PRODUCT
-
-    def _accounts_for(self, factors: Factors, gradients: Mapping[str, Tensor], key: Key) -> bool:
-        """Whether the factors make up autograd's gradient, as far as a random mix of outputs tells; see Unit.mixed."""
-        weight, size = gradients[self.name], _norm([gradients[name] for name in self.names])
-        random = key.child("check")
-        mix = uniform(random.digest, "mix", (weight.shape[self.unit.adapter.outputs],), weight.device) * math.sqrt(12)
-        made, given = self.unit.mixed(factors, weight, mix)
-        gap = torch.linalg.vector_norm(made - given).maximum(self._bias_gap(factors, gradients))
-        return bool(gap <= self._slack(factors, size))
-
-    def _bias_gap(self, factors: Factors, gradients: Mapping[str, Tensor]) -> Tensor:
-        """How far the bias's gradient is from what the factors make it; 0 without a bias."""
-        gap = factors.d.new_zeros(())
-        for name in self.names[1:]:
-            gap = torch.linalg.vector_norm(self.unit.adapter.bias_grad(self.unit.module, factors.d) - gradients[name])
-        return gap
-
-    def _account_alone(self, factors: Factors, gradients: Mapping[str, Tensor]) -> bool:
-        """The same where autograd has left the weight's gradient out, so that nothing else can have come to it.
-
-        Also whether it is sure to be finite.
-        """
-        slack = self._slack(factors, torch.linalg.vector_norm(factors.d))
-        return bool((self._bias_gap(factors, gradients) <= slack) & slack.isfinite())
-
-    def _slack(self, factors: Factors, size: Tensor) -> Tensor:
-        """How far the factors' product may be from autograd's gradient of that norm: some roundings of its terms.
-
-        Terms that cancel are rounded all the same; and a small penalty on the weight is too much.
-        """
-        dtype = self.windows[self.name].captured[0].d.dtype  # of autograd's product; these factors may be unscaled
-        if dtype in {torch.float16, torch.bfloat16}:
-            return _HALF * size
-        x = factors.x if factors.x.is_floating_point() else torch.ones_like(factors.x, dtype=factors.d.dtype)
-        terms = torch.linalg.vector_norm(x) * torch.linalg.vector_norm(factors.d)
-        slack: Tensor = terms * (_ROUNDINGS * torch.finfo(dtype).eps) + _TINY
-        coarse = dtype == torch.float32 and size.device.type != "cpu"
-        return slack + _TENSOR_FLOAT * size if coarse else slack
-
-    def gap(self, factors: Factors, gradients: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """How far the factors' product is from autograd's gradient, and the gradient's norm; one contraction."""
-        given, apart = [gradients[name] for name in self.names], []
-        for made, mine in zip(self.unit.gradients(factors), given, strict=True):
-            fits = made.dtype == mine.dtype  # then the difference needs no memory of its own
-            apart.append(made.view(mine.shape).sub_(mine) if fits else made.view(mine.shape) - mine)
-        return _norm(apart), _norm(given)
+            fine = surely_make_up(self.unit, factors, [gradients[name] for name in self.names[1:]], dtype)
+        else:
+            fine = make_up(self.unit, factors, [gradients[name] for name in self.names], dtype, key)
+        return factors if fine else NO_PRODUCT
 
     def decode(self, record: Record) -> Decoded:
         """Factors, or the plain gradient as one flat vector; at least float32, on the weight's device.
@@ -306,8 +259,7 @@ class FactorCarrier:
             return PAIRLESS
         try:
             factors = window.unscaled(merge(window.pairs))
-            gap, size = self.gap(factors, gradients)
-            if gap > self._slack(factors, size):
+            if not fit(self.unit, factors, [gradients[name] for name in self.names], window.pairs[0].d.dtype):
                 return REFUSED
             return self.begin(factors, key)
         except NonFiniteError:
@@ -380,12 +332,6 @@ class DirectCarrier:
     def means(self, parts: Sequence[Decoded], world_size: int, replace: bool = False) -> list[Tensor]:
         """See :class:`Carrier`."""
         return split(self.rows, _sum([part for part in parts if isinstance(part, Tensor)]) / world_size)
-
-
-def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of several tensors as one vector."""
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]))
-    return norm
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
