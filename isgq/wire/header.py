@@ -14,6 +14,7 @@ Ranks that go on within a step, of which all have heard the rest, say 7 bytes: s
 """
 
 import enum
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -83,8 +84,7 @@ class Header:
     def pack(self) -> Tensor:
         """uint8 ``[16 + ceil(parameters / 8)]``."""
         head = _FIELDS.pack(self.version, self.status, self.parameter, self.step % (1 << 32), self.digest, self.length)
-        bits = np.packbits(np.asarray(self.used, dtype=bool), bitorder="little").tobytes()
-        return _bytes(head + bits)
+        return _bytes(head + _bitmap(tuple(self.used)))
 
     def news(self) -> Tensor:
         """Status, parameter and length alone: uint8 ``[7]``."""
@@ -117,9 +117,19 @@ class Header:
         if version != PROTOCOL:
             raise WireError(f"step header of protocol {version}, this is protocol {PROTOCOL}")
         known = _status(status)
-        bits = np.frombuffer(raw, dtype=np.uint8, offset=_FIELDS.size)
-        used = np.unpackbits(bits, count=parameters, bitorder="little").astype(bool)
-        return Header(known, parameter, step, digest, length, used.tolist(), version)
+        return Header(known, parameter, step, digest, length, _used(raw[_FIELDS.size :], parameters), version)
+
+
+# Nearly all headers have the same.
+@functools.lru_cache(maxsize=64)
+def _bitmap(used: tuple[bool, ...]) -> bytes:
+    return np.packbits(np.asarray(used, dtype=bool), bitorder="little").tobytes()
+
+
+@functools.lru_cache(maxsize=64)
+def _used(bitmap: bytes, parameters: int) -> tuple[bool, ...]:
+    bits = np.frombuffer(bitmap, dtype=np.uint8)
+    return tuple(np.unpackbits(bits, count=parameters, bitorder="little").astype(bool).tolist())
 
 
 def _status(code: int) -> Status:
