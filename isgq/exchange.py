@@ -175,7 +175,7 @@ class TorchExchange:
             return Pending(lambda: [message] * self.world_size)
         message = message.contiguous().to(self._device)
         whole = message.new_empty(message.numel() * self.world_size)
-        parts = torch.split(whole, message.numel())
+        parts = whole.view(self.world_size, -1).unbind()
         if self._device.type == "cpu" and whole.numel() <= AT_ONCE:
             copies = message.repeat(self.world_size)
             work = self._start(lambda: dist.all_to_all_single(whole, copies, group=self._group, async_op=True))

@@ -88,17 +88,33 @@ class Dithered:
         Raises:
             NonFiniteError: x holds NaN or Inf, also as float32.
         """
-        digest, symbols = key.digest, empty(x.numel(), symbol_dtype(self._alphabet), x.device)
-        kernels = self._kernels(x.device)
+        kernels, digest = self._kernels(x.device), key.digest
         if kernels and is_one_part(x):
-            flat, buckets = elements(x, key), Buckets.of(x.shape, self.bucket)
-            scales, state = torch.empty(buckets.count), stream_state(digest, _ROLE, 0)
-            options = self.levels, self.mode == "one_bit", self._marks_zeros
-            if not kernels.dither_part(flat.numpy(), buckets.size, state, *options, scales.numpy(), symbols.numpy()):
-                flatten(x, key)  # raises, and says what is wrong
-            return self._payload(x, symbols, scales, digest)
+            scales, symbols = self._encode_part(kernels, x, key, digest)
+        else:
+            scales, symbols = self._encode_pieces(kernels, x, key, digest)
+        streams = {"levels": Symbols(symbols, self._alphabet)}
+        shared = 0 if self.mode == "half" else digest
+        return Payload(self.name, tuple(x.shape), x.dtype, streams, {"scales": scales}, shared)
+
+    def _kernels(self, device: torch.device) -> ModuleType | None:
+        """Compiled kernels, which write symbols as bytes."""
+        return compiled("quantize", device) if self._alphabet <= 256 else None
+
+    def _encode_part(self, kernels: ModuleType, x: Tensor, key: Key, digest: int) -> tuple[Tensor, Tensor]:
+        """Scales and symbols, by one kernel."""
+        flat, buckets = elements(x, key), Buckets.of(x.shape, self.bucket)
+        scales = torch.empty(buckets.count, dtype=torch.float32)
+        symbols = torch.empty(buckets.numel, dtype=torch.uint8)
+        state, options = stream_state(digest, _ROLE, 0), (self.levels, self.mode == "one_bit", self._marks_zeros)
+        if not kernels.dither_part(flat.numpy(), buckets.size, state, *options, scales.numpy(), symbols.numpy()):
+            flatten(x, key)  # raises, and says what is wrong
+        return scales, symbols
+
+    def _encode_pieces(self, kernels: ModuleType | None, x: Tensor, key: Key, digest: int) -> tuple[Tensor, Tensor]:
+        """The same, piece by piece."""
         flat, buckets, peaks = flatten_with_peaks(x, key, self.bucket)
-        scales = self._scales(peaks)
+        scales, symbols = self._scales(peaks), empty(flat.numel(), symbol_dtype(self._alphabet), flat.device)
         divisors = nonzero(scales)
         if kernels:
             self._encode_compiled(kernels, flat, divisors, buckets, digest, symbols)
@@ -110,16 +126,7 @@ class Dithered:
                 self._quantize(block, column[rows], dither, symbols[elements].view(block.shape))
 
             buckets.map(flat, work)
-        return self._payload(x, symbols, scales, digest)
-
-    def _payload(self, x: Tensor, symbols: Tensor, scales: Tensor, digest: int) -> Payload:
-        streams = {"levels": Symbols(symbols, self._alphabet)}
-        shared = 0 if self.mode == "half" else digest
-        return Payload(self.name, tuple(x.shape), x.dtype, streams, {"scales": scales}, shared)
-
-    def _kernels(self, device: torch.device) -> ModuleType | None:
-        """Compiled kernels, which write symbols as bytes."""
-        return compiled("quantize", device) if self._alphabet <= 256 else None
+        return scales, symbols
 
     def _encode_compiled(
         self, kernels: ModuleType, flat: Tensor, divisors: Tensor, buckets: Buckets, digest: int, symbols: Tensor

@@ -67,6 +67,8 @@ def restore(flat: Tensor, payload: Payload) -> Tensor:
     Raises:
         CodecError: the payload's dtype is not floating point.
     """
+    if payload.dtype is flat.dtype:
+        return flat.view(payload.shape)
     if payload.dtype not in FLOAT_DTYPES:
         raise CodecError(f"payload of codec {payload.codec!r} is of {payload.dtype}, must be floating point")
     limit = torch.finfo(payload.dtype).max
