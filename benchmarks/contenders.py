@@ -5,7 +5,7 @@ ddp:fp16            with torch's hook of that name
 ddp:powersgd=R      with torch's PowerSGD hook of rank R, in one bucket: with more it deadlocks on gloo
 hook:SPEC           DistributedDataParallel with :func:`isgq.ddp.comm_hook`
 ahead:SPEC          a session with that codec that sends while backward goes on, in buckets of 0.01 MiB
-inline:SPEC         a session with that codec whose messages of up to 12 KiB travel with the headers
+inline:SPEC         a session with that codec whose messages travel with the headers, as far as they are small
 two_pass:SPEC       a session with ``aggregate="two_pass"`` and the codec both ways
 two_pass_model:SPEC the same with the whole model as one vector
 auto                a session that chooses for the link
@@ -37,7 +37,6 @@ from isgq.exchange import AT_ONCE, Pending, TorchExchange
 _FRAMES = 3 * 48  # bytes of gloo's own with each of its messages: two notices and a header
 _ONE_BUCKET = 1 << 12  # MB
 _AHEAD = 0.01  # MiB of a bucket that is sent ahead
-_INLINE = 12 << 10  # bytes of a message that travel with the header
 _PLAIN_STEPS = 2  # of PowerSGD, which it wants to begin with
 _TWO_PASS: dict[str, Scope] = {"two_pass": "tensor", "two_pass_model": "model"}
 
@@ -262,5 +261,5 @@ def _session(task: Task, model: nn.Module, exchange: Counted) -> isgq.Session:
     if kind == "ahead":
         return isgq.instrument(model, spec, bucket_cap_mb=_AHEAD, seed=task.seed, exchange=exchange)
     if kind == "inline":
-        return isgq.instrument(model, spec, inline_bytes=_INLINE, seed=task.seed, exchange=exchange)
+        return isgq.instrument(model, spec, inline_bytes="auto", seed=task.seed, exchange=exchange)
     return isgq.instrument(model, _session_codec(task), seed=task.seed, exchange=exchange)

@@ -26,7 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,7 @@ class Config:
     """of the session"""
     bucket_cap_mb: float | None = None
     """MiB of gradients whose messages leave while backward goes on; None: when it ends"""
-    inline_bytes: int = 0
+    inline_bytes: int | Literal["auto"] = 0
     """bytes of a message that travel with the header"""
     model: str = "fc:hidden=32"
     """a network by name"""

@@ -40,6 +40,8 @@ from isgq.wire.header import (
 
 AggregateName = Literal["gather", "two_pass", "server", "async"]
 NOTHING = torch.empty(0, dtype=torch.uint8)
+InlineBytes = int | Literal["auto"]
+_INLINE_MOST, _INLINE_STEP = 1 << 16, 64  # bytes up to which, and in steps of which, "auto" makes room
 Observer = Callable[["Gather", "Step", Sequence[tuple[Carrier, Record]]], None]  # of what a rank is about to send
 
 
@@ -121,7 +123,8 @@ class Gather:
         codec: the codec of gradients, whose memory follows the fate of each step; or None.
         pair: the codec of factors, what it learns likewise; or None.
         inline: bytes of every message that travel with the header; a message that is no longer needs no transfer of
-            its own.
+            its own. ``"auto"``: room for a message a little longer than the last step's longest, of which all ranks
+            hear, or none where that is too long to fill up.
 
     Attributes:
         servers: how many ranks have a shard.
@@ -129,7 +132,7 @@ class Gather:
         sizes: bytes of this step's records that this rank has handed over, by parameter.
         up: bytes of this step's messages about each shard, this rank's own included.
         down: bytes of this step's replies about each shard.
-        inline: as given.
+        inline: bytes of every message that travel with the next header.
         rounds: how often the ranks exchange messages in a step.
         staleness: how many updates old this rank's last gradient was when it was applied; 0 for ranks in step.
         observer: called in every step before the ranks agree, or None.
@@ -140,10 +143,11 @@ class Gather:
     observer: Observer | None = None
 
     def __init__(
-        self, exchange: Exchange, codec: Codec | None = None, pair: PairCodec | None = None, inline: int = 0
+        self, exchange: Exchange, codec: Codec | None = None, pair: PairCodec | None = None, inline: InlineBytes = 0
     ) -> None:
         self.servers, self.rank, self.sizes = 1, exchange.rank, Counter[str]()
-        self.inline, self._inlined = inline, list[Tensor]()  # of every rank's message, what came with its header
+        self.inline, self._adapts = (0, True) if inline == "auto" else (inline, False)
+        self._inlined: list[Tensor] = []  # of every rank's message, what came with its header
         self.up: Sequence[int] = ()
         self.down: Sequence[int] = ()
         self._about = ""  # the parameter that is being encoded
@@ -222,7 +226,11 @@ class Gather:
             head = torch.cat([head, beginning, beginning.new_zeros(self.inline - beginning.numel())])
         gathered, size = self._gathered(head), header_size(len(step.names))
         self._inlined = [raw[size:] for raw in gathered]
-        return self._checked(step, outgoing, lambda: [Header.unpack(raw[:size], len(step.names)) for raw in gathered])
+        read = lambda: [Header.unpack(raw[:size], len(step.names)) for raw in gathered]  # noqa: E731
+        headers = self._checked(step, outgoing, read)
+        if self._adapts:  # here, because what comes later may fail on some ranks alone
+            self.inline = _room_for(max(header.length for header in headers))
+        return headers
 
     def _agree_again(self, step: Step, outgoing: Outgoing, headers: Sequence[Header]) -> list[Header]:
         """The same within a step that all ranks have agreed on, by their headers of before."""
@@ -279,10 +287,11 @@ class Gather:
     def _messages(self, message: Tensor, headers: Sequence[Header]) -> list[Tensor]:
         """Every rank's message, in rank order, after :meth:`agree`."""
         lengths = [header.length for header in headers]
-        if not self.inline:
+        inline = self._inlined[0].numel()
+        if not inline:
             return self._exchange.all_gather(message, lengths).wait()
-        rests = [max(0, length - self.inline) for length in lengths]
-        rest = self._exchange.all_gather(message[self.inline :], rests).wait()
+        rests = [max(0, length - inline) for length in lengths]
+        rest = self._exchange.all_gather(message[inline:], rests).wait()
         begun = [beginning[:length] for beginning, length in zip(self._inlined, lengths, strict=True)]
         return [torch.cat(parts) if parts[1].numel() else parts[0] for parts in zip(begun, rest, strict=True)]
 
@@ -341,6 +350,12 @@ class Gather:
         self._correspondence.forget()
         for where, memory in self._memories.items():
             memory.load_state_dict(saved.get(where, {}))
+
+
+def _room_for(length: int) -> int:
+    """Bytes for messages that are about as long."""
+    room = -(-length * 33 // 32 // _INLINE_STEP) * _INLINE_STEP
+    return room if room <= _INLINE_MOST else 0
 
 
 def header_of(step: Step, outgoing: Outgoing) -> Header:

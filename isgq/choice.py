@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from isgq.aggregate import AggregateName
+from isgq.aggregate import AggregateName, InlineBytes
 from isgq.auto import Auto
 from isgq.codecs.feedback import memory_of
 from isgq.codecs.roles import MemoryPolicy, choose_codecs, direct_codec, remember
@@ -42,7 +42,7 @@ class Choice:
     max_staleness: int | None = None
     auto: Auto | None = None
     subspace: Subspace | None = None
-    inline_bytes: int = 0
+    inline_bytes: InlineBytes = 0
 
     def shards(self, ranks: int) -> int:
         """How many servers the gradients of a session are cut for."""

@@ -175,12 +175,12 @@ class TorchExchange:
             return Pending(lambda: [message] * self.world_size)
         message = message.contiguous().to(self._device)
         whole = message.new_empty(message.numel() * self.world_size)
-        parts = whole.view(self.world_size, -1).unbind()
+        parts = list(whole.view(self.world_size, -1).unbind())
         if self._device.type == "cpu" and whole.numel() <= AT_ONCE:
             copies = message.repeat(self.world_size)
             work = self._start(lambda: dist.all_to_all_single(whole, copies, group=self._group, async_op=True))
         else:
-            work = self._start(lambda: dist.all_gather_into_tensor(whole, message, group=self._group, async_op=True))
+            work = self._start(lambda: dist.all_gather(parts, message, group=self._group, async_op=True))
         return Pending(lambda: self._finish(work, lambda: [part.cpu() for part in parts]))
 
     def all_to_all(self, messages: Sequence[Tensor], lengths: Sequence[int]) -> Pending[list[Tensor]]:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from isgq.aggregate import AggregateName
+from isgq.aggregate import AggregateName, InlineBytes
 from isgq.choice import Scope, choose, predicate
 from isgq.codecs.roles import MemoryPolicy
 from isgq.core.errors import OptionError
@@ -39,7 +39,7 @@ def instrument(
     check_replicas: int = 0,
     skip_weight_grad: bool = True,
     bucket_cap_mb: float | None = None,
-    inline_bytes: int = 0,
+    inline_bytes: InlineBytes = 0,
     log: Callable[[str], None] | None = None,
 ) -> Session:
     """Synchronise the model's gradients over all ranks with quantized factors. A collective call.
@@ -78,7 +78,8 @@ def instrument(
             ``aggregate="gather"`` and ``sync="backward"``.
         inline_bytes: so many bytes of each rank's message travel with the header, filled up with zeros where the
             message is shorter. If all messages fit (``session.messages().up`` tells how long they are), a step waits
-            for the link once instead of twice, which halves what latency takes. With ``aggregate="gather"``.
+            for the link once instead of twice, which halves what latency takes. ``"auto"`` makes room for a little
+            more than the longest message of the step before, up to 64 KiB. With ``aggregate="gather"``.
         log: where the one report of parameters without factors goes; by default ``warnings.warn`` for those that a
             user would not expect.
 
@@ -130,16 +131,17 @@ def _check_overlap(cap_mb: float, aggregate: AggregateName, sync: str) -> None:
         )
 
 
-def _checked_inline(size: int, aggregate: AggregateName) -> int:
-    """The same number.
+def _checked_inline(size: InlineBytes, aggregate: AggregateName) -> InlineBytes:
+    """The same.
 
     Raises:
         OptionError: it is none, or the messages are not for all ranks.
     """
-    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < _INLINE_LIMIT:
+    fits = isinstance(size, int) and not isinstance(size, bool) and 0 < size < _INLINE_LIMIT
+    if size != "auto" and not fits:
         raise OptionError(
-            f"inline_bytes={size!r} must be a whole number of bytes from 0 to {_INLINE_LIMIT - 1}; about as many as "
-            "messages have, as every rank sends so many in every step"
+            f"inline_bytes={size!r} must be 'auto' or a whole number of bytes from 0 to {_INLINE_LIMIT - 1}; about as "
+            "many as messages have, as every rank sends so many in every step"
         )
     if aggregate != "gather":
         raise OptionError(

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isgq.aggregate import NOTHING, Gather, Outgoing, Step
+from isgq.aggregate import NOTHING, Gather, InlineBytes, Outgoing, Step
 from isgq.core.codec import Codec, PairCodec
 from isgq.core.errors import CodecError, ExchangeError
 from isgq.exchange import Exchange
@@ -120,7 +120,7 @@ class Overlapped(Gather):
         pair: PairCodec | None,
         windows: Mapping[str, Window],
         cap_mb: float,
-        inline: int = 0,
+        inline: InlineBytes = 0,
     ) -> None:
         super().__init__(exchange, codec, pair, inline)
         self._beside, self._windows, self._cap = exchange.beside(), windows, cap_mb

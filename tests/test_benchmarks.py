@@ -11,6 +11,7 @@ from analysis.measure import entropy
 from analysis.methods import SPECS
 from benchmarks.codecs import NETWORKS, QUICK, STAGES, kept, main, table
 from benchmarks.frontier import main as frontier
+from benchmarks.gather import main as gather
 from benchmarks.layer import main as layer
 from benchmarks.overhead import main as overhead
 from isgq.codecs import codec, codec_names
@@ -175,6 +176,13 @@ def test_the_cost_of_a_step_is_a_row_for_each_way(tmp_path, capsys):
     assert plain["ratio"] == plain["cpu_ratio"] == 1
     assert all(row["milliseconds"] > 0 for row in report["rows"])
     assert capsys.readouterr().out.count("`fc:hidden=20`") == len(ways)
+
+
+def test_gathering_has_a_row_for_each_size(capsys):
+    gather(["--workers", "2", "--sizes", "10", "3000000", "--rounds", "2"])
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split("|")[1:3] for row in rows] == [[" 2 ", " 10 "], [" 2 ", " 3,000,000 "]]
+    assert all(float(cell) > 0 for row in rows for cell in row.split("|")[3:5])
 
 
 def test_one_layer_has_a_row_for_each_codec(capsys):

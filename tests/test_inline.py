@@ -49,7 +49,7 @@ def train(spec: str, **options: Any) -> list[Any]:
             x, y = torch.randn(rows, 20, generator=generator), torch.randint(5, (rows,), generator=generator)
             model.zero_grad()
             exchange.sizes.clear()
-            before = exchange.sent
+            before, room = exchange.sent, session.messages().inline if step else 0
             if step == BAD and dist.get_rank() == 2:
                 x[0, 0] = torch.nan
             try:
@@ -60,7 +60,7 @@ def train(spec: str, **options: Any) -> list[Any]:
             longest = max(_lengths(session.messages().up[0]))
             moved = predict("gather", session.messages(), RANKS, dist.get_rank())
             sizes = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            found.append((sizes, list(exchange.sizes), exchange.sent - before, longest, moved.rounds))
+            found.append((sizes, list(exchange.sizes), exchange.sent - before, longest, moved.rounds, room))
     return found
 
 
@@ -73,6 +73,7 @@ def _lengths(mine: int) -> list[int]:
 def _all(spec: str) -> dict[Any, Any]:
     sizes: Sequence[int] = (NOTHING_FITS, SOME_FIT, ALL_FIT)
     found: dict[Any, Any] = {size: train(spec, inline_bytes=size) for size in (0, *sizes)}
+    found["auto"] = train(spec, inline_bytes="auto")
     found["ahead"] = train(spec, inline_bytes=ALL_FIT, bucket_cap_mb=1e-3)
     return found
 
@@ -82,20 +83,23 @@ def test_gradients_and_errors_are_the_same_and_transfers_fewer(spec: str) -> Non
     head = header_size(4)
     for found in launch(_all, RANKS, args=(spec,)):
         plain = found.pop(0)
-        for inline, steps in found.items():
+        for given, steps in found.items():
             for number, (step, same) in enumerate(zip(steps, plain, strict=True)):
                 if number == BAD:
                     assert step == same
                     assert "rank 2" in step
                     continue
                 torch.testing.assert_close(step[0], same[0], rtol=0, atol=0)
-                if inline == "ahead" or not number:
+                if given == "ahead" or not number:
                     continue
-                _, sizes, sent, longest, rounds = step
+                _, sizes, sent, longest, rounds, room = step
+                if given == "auto":  # as the messages of the step before: the first describe themselves
+                    assert longest <= room < (2 if number == 1 else 1.1) * longest + 64
+                inline = room if given == "auto" else given
                 rest = [longest - inline] if longest > inline else []
                 assert sizes == [head + inline, *rest]
                 assert sent == head + max(inline, longest)
-                if inline != SOME_FIT:
+                if given != SOME_FIT:
                     assert rounds == len(sizes)
 
 
@@ -115,6 +119,7 @@ def test_ranks_that_do_not_agree_on_it_are_told() -> None:
     [
         ({"inline_bytes": -1}, "whole number"),
         ({"inline_bytes": 1.5}, "whole number"),
+        ({"inline_bytes": "yes"}, "whole number"),
         ({"inline_bytes": 1 << 30}, "whole number"),
         ({"inline_bytes": 100, "aggregate": "two_pass"}, "'two_pass'"),
         ({"inline_bytes": 100, "codec": "subspace"}, "'two_pass'"),

@@ -35,8 +35,9 @@ class Config:
     """auto sends factors where they are fewer bytes, factors wherever there are any"""
     bucket_cap_mb: float | None = None
     """send while backward goes on, as soon as so many MiB of gradients are there; when backward ends if not given"""
-    inline_bytes: int = 0
-    """of each message so many bytes travel with the step's header: messages that fit wait for the link only once"""
+    inline_bytes: int | Literal["auto"] = 0
+    """of each message so many bytes travel with the step's header: messages that fit wait for the link only once; auto:
+    a little more than the longest message of the step before"""
     local_steps: int | None = None
     """federated rounds: each worker takes so many steps by itself, then the changes of the models are averaged; the
     codec is for those"""
