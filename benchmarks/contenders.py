@@ -8,7 +8,7 @@ ahead:SPEC          a session with that codec that sends while backward goes on,
 inline:SPEC         a session with that codec whose messages travel with the headers, as far as they are small
 two_pass:SPEC       a session with ``aggregate="two_pass"`` and the codec both ways
 two_pass_model:SPEC the same with the whole model as one vector
-auto                a session that chooses for the link
+auto                a session that chooses for the link; ``inline:auto`` likewise
 SPEC                a session with that codec
 """
 
@@ -132,8 +132,6 @@ def check(task: Task) -> None:
         choose(spec, None, _TWO_PASS[kind], "two_pass", spec, "both")
     elif kind == "hook":
         comm_hook(spec)
-    elif kind in {"ahead", "inline"}:
-        choose(spec, None, "tensor", "gather", None, "both")
     else:
         choose(_session_codec(task), None, "tensor", "gather", None, "both")
     workload(task)
@@ -146,7 +144,8 @@ def workload(task: Task) -> tuple[nn.Module, data.Dataset]:
 
 
 def _session_codec(task: Task) -> str:
-    return f"auto:link={task.link}" if task.method == "auto" else task.method
+    spec = task.method.removeprefix("ahead:").removeprefix("inline:")
+    return f"auto:link={task.link}" if spec == "auto" else spec
 
 
 def _torch_hook(spec: str, numel: int) -> tuple[Any, Any, Callable[[int], tuple[float, int]]]:
@@ -255,11 +254,10 @@ def trainer(task: Task) -> Iterator[Trainer]:
 
 def _session(task: Task, model: nn.Module, exchange: Counted) -> isgq.Session:
     kind, _, spec = task.method.partition(":")
+    options: dict[str, dict[str, Any]] = {"ahead": {"bucket_cap_mb": _AHEAD}, "inline": {"inline_bytes": "auto"}}
+    how = options.get(kind, {})
     if kind in _TWO_PASS:
-        how: dict[str, Any] = {"scope": _TWO_PASS[kind], "aggregate": "two_pass", "down": spec}
-        return isgq.instrument(model, spec, seed=task.seed, exchange=exchange, **how)
-    if kind == "ahead":
-        return isgq.instrument(model, spec, bucket_cap_mb=_AHEAD, seed=task.seed, exchange=exchange)
-    if kind == "inline":
-        return isgq.instrument(model, spec, inline_bytes="auto", seed=task.seed, exchange=exchange)
-    return isgq.instrument(model, _session_codec(task), seed=task.seed, exchange=exchange)
+        how = {"scope": _TWO_PASS[kind], "aggregate": "two_pass", "down": spec}
+    else:
+        spec = _session_codec(task)
+    return isgq.instrument(model, spec, seed=task.seed, exchange=exchange, **how)

@@ -202,7 +202,7 @@ def run(tasks: Sequence[Task], options: argparse.Namespace) -> list[dict[str, An
     loss, rows = options.loss, []
     for task in tasks:
         print(f"{task.link} {task.method}", file=sys.stderr, flush=True)
-        alone = replace(task, link=task.link if task.method == "auto" else tasks[0].link, emulated=False)
+        alone = replace(task, link=task.link if task.method.endswith("auto") else tasks[0].link, emulated=False)
         shape = nullcontext() if task.emulated else machines(options.workers, Link.parse(task.link))
         try:
             if alone not in courses:
