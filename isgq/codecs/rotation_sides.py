@@ -67,6 +67,23 @@ def energy_codes(values: Reals) -> Ints:
     return codes
 
 
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """Steps of some vectors: entry i of vector v has step ``place[v] + classes[i]``.
+
+    Attributes:
+        steps: ``[g]``, all between the coarsest and the finest of the vectors.
+        relative: the same in units of their entries' root mean square.
+        place: int64 ``[k]``.
+        classes: int64 ``[n]``.
+    """
+
+    steps: Reals
+    relative: Reals
+    place: Ints
+    classes: Ints
+
+
 @dataclass(frozen=True, eq=False)
 class Side:
     """One side of all atoms of a gradient.
@@ -113,23 +130,19 @@ class Side:
         bits: Reals = rate(self._steps**2 / 12 / energy) @ counts
         return bits
 
-    def ladder(self, codes: Ints) -> tuple[Reals, Reals, Ints]:
-        """Steps of vectors with these step codes.
+    @functools.cached_property
+    def _relative(self) -> Reals:
+        """Steps by step code and class, in units of the class's root mean square."""
+        relative: Reals = self._steps if self.energy is None else self._steps / np.sqrt(self._classes[0])
+        return relative
 
-        Args:
-            codes: ``[k]``.
-
-        Returns:
-            Steps that occur, the same in units of their entries' root mean square, and which of them each entry has:
-            ``[k n]``.
-        """
-        energy, classes, _ = self._classes
-        used, place = np.unique(codes, return_inverse=True)
-        steps = self._steps[used]
-        if self.energy is None:  # one class
-            return steps[:, 0], steps[:, 0], np.repeat(place, self.size)
-        group = place.reshape(-1, 1) * len(energy) + classes
-        return steps.reshape(-1), (steps / np.sqrt(energy)).reshape(-1), group.reshape(-1)
+    def ladder(self, codes: Ints) -> "Ladder":
+        """Steps of vectors with these step codes ``[k]``."""
+        if not len(codes):
+            return Ladder(np.empty(0), np.empty(0), codes, self._classes[1])
+        low, high = int(codes.min()), int(codes.max()) + 1
+        steps, relative = self._steps[low:high], self._relative[low:high]
+        return Ladder(steps.reshape(-1), relative.reshape(-1), (codes - low) * steps.shape[1], self._classes[1])
 
     def noise_of(self, codes: Ints) -> Reals:
         """Expected squared error of each entry of vectors with these step codes: ``[k, n]``."""

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from isgq.codecs import codec, rotation_code
+from isgq.codecs.bases import Known
 from isgq.codecs.nested import NestedDithered
+from isgq.codecs.rotation_grid import Grid
+from isgq.codecs.rotation_sides import Side, standard
 from isgq.core.errors import CodecError
 from isgq.core.kernels import compiled, disabled
 from isgq.core.keys import Key, random_int32, uniform
@@ -158,3 +161,28 @@ def test_atoms_are_coded_alike(count: int, steps: list[float]) -> None:
                 except CodecError as error:
                     outcomes.append(str(error))
         assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 200])
+@pytest.mark.parametrize("learned", [False, True])
+def test_vectors_have_the_same_grid_and_symbols(count: int, learned: bool) -> None:
+    generator = np.random.default_rng(count)
+    sizes = (40, 7)
+    if learned:
+        turn = torch.linalg.qr(torch.randn(40, 40, dtype=torch.float64)).Q
+        sides = Side(40, np.sort(generator.integers(60, 100, 40)), turn), standard(7)
+    else:
+        sides = standard(40), standard(7)
+    codes = generator.integers(0, 128, (count, 2))
+    left, right = (generator.standard_normal((count, size)) / math.sqrt(size) for size in sizes)
+    results = []
+    for context in (nullcontext(), disabled()):
+        with context:
+            grid = Grid.of(codes, Known(*sides), 0xFEDCBA9876543210)
+            assert grid.dither is not None
+            code = grid.encode(np.asfortranarray(left), right)
+            arrays = grid.steps, grid.relative, grid.group, grid.dither, *grid.decode(code)
+            results.append([code, *(array.tobytes() for array in arrays), *(array.shape for array in arrays)])
+    assert results[0] == results[1]
+    steps = grid.steps[grid.group[: left.size]].reshape(left.shape)
+    assert (np.abs(grid.decode(code)[0] - left * math.sqrt(40)) <= steps * 0.5001).all()

@@ -1,4 +1,4 @@
-"""Kernels of :mod:`isgq.codecs.rotation_code`: dithered entries of a Laplace distribution, coded one by one.
+"""Kernels of :mod:`isgq.codecs.rotation_code` and ``rotation_grid``: dithered entries of a Laplace distribution.
 
 Arithmetic is that of the plain code, operation by operation, so frequencies and bytes are the same; the coder is that
 of ``constriction`` (its ``AnsCoder``: a state of 64 bits that starts from 0, words of 32 bits, the last symbol first).
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isgq.core.kernels.compiler import kernel
+from isgq.core.kernels.quantize import _mix, _State, _uniform
 
 _Reals = NDArray[np.float64]
 _Ints = NDArray[np.int64]
@@ -18,7 +19,7 @@ _Words = NDArray[np.uint32]
 
 _HALF_TOTAL = np.float64(1 << 23)
 _MOST = np.float64((1 << 23) - 1)
-_TOTAL = np.uint64(1 << 24)
+_TOTAL, _WHOLE = np.uint64(1 << 24), np.float64(1 << 24)
 _QUANTILE = np.uint64((1 << 24) - 1)
 _TOTAL_BITS, _WORD_BITS, _FULL_SHIFT = np.uint64(24), np.uint64(32), np.uint64(64 - 24)
 _WORD = np.uint64(0xFFFFFFFF)
@@ -31,15 +32,40 @@ _BLOCK = 1024  # symbols whose frequencies are worked out together, which takes 
 
 
 @kernel
-def _frequencies(
-    dither: _Reals, group: _Ints, exponents: _Reals, beyond: _Reals, below: _Reals, above: _Reals, bits: _Ints
-) -> None:
-    """:func:`isgq.codecs.rotation_code._signs`: of the signs - and +; in loops that compilers turn into vectors."""
-    n, powers = len(dither), bits.view(np.float64)
-    for i in range(n):
-        below[i] = (dither[i] + 0.5) * exponents[np.uint64(group[i])]
-    for i in range(n):  # exp(-x), as rotation_code._decay makes it
-        y = below[i] * _LOG2_E
+def lay_out(place: _Ints, classes: _Ints, state: _State, group: _Ints, dither: _Reals) -> None:
+    """Group and dither of each entry of vectors; see :func:`isgq.codecs.rotation_grid._lay_out`."""
+    x, k1, k2, k3 = np.uint32(state[0]), np.uint32(state[1]), np.uint32(state[2]), np.uint32(state[3])
+    for i in range(len(dither)):
+        dither[i] = np.float64(_uniform(_mix(np.uint32(x + np.uint32(i)), k1, k2, k3)))
+    for vector in range(len(place)):
+        first, row = place[vector], group[vector * len(classes) : (vector + 1) * len(classes)]
+        for i in range(len(classes)):
+            row[i] = first + classes[i]
+
+
+@kernel
+def quantize_dithered(vectors: _Reals, dither: _Reals, group: _Ints, steps: _Reals, out: _Ints) -> None:
+    """Symbols of vectors ``[k, n]``; see :func:`isgq.codecs.rotation_code.quantize`."""
+    scale, entries = np.sqrt(np.float64(vectors.shape[1])), vectors.reshape(-1)
+    for i in range(len(out)):
+        y = entries[i] * scale / steps[np.uint64(group[i])] + dither[i]
+        size = np.floor(np.abs(y) + 0.5)
+        out[i] = np.int64(-size if y < 0 else size)
+
+
+@kernel
+def dequantize_dithered(symbols: _Ints, dither: _Reals, group: _Ints, steps: _Reals, out: _Reals) -> None:
+    """Entries of symbols; see :func:`isgq.codecs.rotation_code.dequantize`."""
+    for i in range(len(out)):
+        out[i] = (np.float64(symbols[i]) - dither[i]) * steps[np.uint64(group[i])]
+
+
+@kernel
+def _decay(x: _Reals, bits: _Ints) -> None:
+    """``exp(-x)`` in the place of x, as :func:`isgq.codecs.rotation_code._decay` makes it; bits is room for as many."""
+    powers = bits.view(np.float64)
+    for i in range(len(x)):
+        y = x[i] * _LOG2_E
         whole = np.floor(y)
         f = (y - whole) * -_LN_2
         total = _T0 * f + _T1
@@ -52,11 +78,42 @@ def _frequencies(
         total = total * f + _T8
         total = total * f + _T9
         total = total * f + _T10
-        below[i] = total * f + _T11
+        x[i] = total * f + _T11
         bits[i] = (np.int64(1023) - np.int64(whole if whole < _FAR else _FAR)) << np.int64(52)
+    for i in range(len(x)):
+        x[i] *= powers[i]
+
+
+@kernel
+def _tables(exponents: _Reals, digits: Any) -> Any:
+    """``exp(-exponents)``, and the frequency of the digit 0: ``[digits, g]``; ``rotation_code._digits``."""
+    g = len(exponents)
+    odds, zeros = np.empty((max(digits, 1), g)), np.empty((digits, g), dtype=np.uint64)
+    for place in range(len(odds)):
+        odds[place] = exponents * np.float64(np.int64(1) << np.int64(place))
+    flat = odds.reshape(-1)
+    _decay(flat, np.empty(len(flat), dtype=np.int64))
+    for place in range(digits):
+        for i in range(g):
+            one = np.floor(odds[place, i] / (1 + odds[place, i]) * _WHOLE)
+            one = one if one > 1.0 else 1.0
+            zeros[place, i] = _TOTAL - np.uint64(np.int64(one if one < _HALF_TOTAL else _HALF_TOTAL))
+    return odds[0], zeros
+
+
+@kernel
+def _frequencies(
+    dither: _Reals, group: _Ints, exponents: _Reals, beyond: _Reals, below: _Reals, above: _Reals, bits: _Ints
+) -> None:
+    """:func:`isgq.codecs.rotation_code._signs`: of the signs - and +; in loops that compilers turn into vectors."""
+    n = len(dither)
+    for i in range(n):  # what is looked up, alone: no vector does that
+        below[i], above[i] = exponents[np.uint64(group[i])], beyond[np.uint64(group[i])]
     for i in range(n):
-        tail = below[i] * powers[i]
-        low, high = np.floor(tail * _HALF_TOTAL), np.floor(beyond[np.uint64(group[i])] / tail * _HALF_TOTAL)
+        below[i] *= dither[i] + 0.5
+    _decay(below[:n], bits)
+    for i in range(n):
+        low, high = np.floor(below[i] * _HALF_TOTAL), np.floor(above[i] / below[i] * _HALF_TOTAL)
         low, high = (low if low > 1.0 else 1.0), (high if high > 1.0 else 1.0)
         below[i], above[i] = (low if low < _MOST else _MOST), (high if high < _MOST else _MOST)
 
@@ -74,7 +131,7 @@ def _push(state: Any, size: Any, out: Any, start: Any, frequency: Any) -> Any:
 
 @kernel
 def encode_dithered(
-    symbols: _Ints, dither: _Reals, group: _Ints, exponents: _Reals, beyond: _Reals, zeros: _Ints, out: _Words
+    symbols: _Ints, dither: _Reals, group: _Ints, exponents: _Reals, digits: int, out: _Words
 ) -> int:  # fmt: skip
     """Signs and digits of symbols; see :func:`isgq.codecs.rotation_code.encode_symbols`.
 
@@ -83,22 +140,22 @@ def encode_dithered(
         dither: ``[n]``.
         group: ``[n]``.
         exponents: ``[g]``.
-        beyond: ``exp(-exponents)``.
-        zeros: ``[digits, g]``: frequency of the digit 0.
+        digits: of the largest magnitude less 1.
         out: room for ``(digits + 1) n + 2`` words.
 
     Returns:
         The number of words.
     """
     state, size, n, large = _ZERO, 0, len(symbols), 0
+    beyond, zeros = _tables(exponents, digits)
     magnitudes, places = np.empty(n + 1, dtype=np.int64), np.empty(n + 1, dtype=np.int64)
     for i in range(n):  # those that have digits, without a branch that nobody foresees
         magnitudes[large], places[large] = abs(symbols[i]) - 1, group[i]
         large += symbols[i] != 0
-    for place in range(len(zeros) - 1, -1, -1):
+    for place in range(digits - 1, -1, -1):
         shift, table = np.int64(place), zeros[place]
         for i in range(large - 1, -1, -1):
-            zero = np.uint64(table[places[i]])
+            zero = table[np.uint64(places[i])]
             one = bool((magnitudes[i] >> shift) & 1)
             state, size = _push(state, size, out, zero if one else _ZERO, _TOTAL - zero if one else zero)
     below, above, bits = np.empty(_BLOCK), np.empty(_BLOCK), np.empty(_BLOCK, dtype=np.int64)
@@ -119,7 +176,7 @@ def encode_dithered(
 
 @kernel
 def decode_dithered(
-    words: _Words, dither: _Reals, group: _Ints, exponents: _Reals, beyond: _Reals, zeros: _Ints, out: _Ints
+    words: _Words, dither: _Reals, group: _Ints, exponents: _Reals, digits: int, out: _Ints
 ) -> bool:  # fmt: skip
     """Inverse of :func:`encode_dithered`: fills ``out``.
 
@@ -127,6 +184,7 @@ def decode_dithered(
         Whether the words hold exactly these symbols.
     """
     left, state, n, large = len(words), _ZERO, len(out), 0
+    beyond, zeros = _tables(exponents, digits)
     for _ in range(min(2, left)):
         left -= 1
         state = state << _WORD_BITS | np.uint64(words[left])
@@ -151,10 +209,10 @@ def decode_dithered(
             index[large] = first + i
             large += int(q & 1)
     magnitudes = np.ones(large, dtype=np.int64)
-    for place in range(len(zeros)):
+    for place in range(digits):
         shift, table = np.int64(place), zeros[place]
         for i in range(large):
-            zero = np.uint64(table[group[index[i]]])
+            zero = table[np.uint64(group[index[i]])]
             quantile = state & _QUANTILE
             one = np.uint64(quantile >= zero)
             state = (state >> _TOTAL_BITS) * (zero + one * (_TOTAL - zero - zero)) + (quantile - one * zero)
