@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from isgq.codecs import codec, rotation_code
+from isgq.codecs import codec, rotation_code, rotation_plan
 from isgq.codecs.bases import Known
+from isgq.codecs.eus_sample import systematic
 from isgq.codecs.nested import NestedDithered
 from isgq.codecs.rotation_grid import Grid
+from isgq.codecs.rotation_plan import Spectrum, plan_at_slope, slope_for_bits, slope_for_variance
 from isgq.codecs.rotation_sides import Side, standard
 from isgq.core.errors import CodecError
 from isgq.core.kernels import compiled, disabled
@@ -186,3 +188,39 @@ def test_vectors_have_the_same_grid_and_symbols(count: int, learned: bool) -> No
     assert results[0] == results[1]
     steps = grid.steps[grid.group[: left.size]].reshape(left.shape)
     assert (np.abs(grid.decode(code)[0] - left * math.sqrt(40)) <= steps * 0.5001).all()
+
+
+def test_one_slope_for_all_spectra_is_the_same_number() -> None:
+    generator = np.random.default_rng(0)
+    spectra = [
+        Spectrum(np.sort(generator.random(count) ** power)[::-1].copy(), standard(left), standard(right))
+        for count, power, left, right in ((64, 5, 300, 40), (0, 1, 5, 4), (1, 1, 7, 900), (200, 1, 1000, 300))
+    ]
+    energy = math.fsum(spectrum.energy for spectrum in spectra)
+    for asked in (1e-6, 0.01, 0.3, 1.0, 7.0, 1e9):
+        slopes = []
+        for context in (nullcontext(), disabled()):
+            with context:
+                slopes.append((slope_for_variance(spectra, asked * energy), slope_for_bits(spectra, 1e4 * asked)))
+        assert slopes[0] == slopes[1]
+
+
+@pytest.mark.parametrize("power", [-40, 0, 3, 90])
+def test_totals_are_those_of_the_plans(power: int) -> None:
+    spectra = [Spectrum(np.array(w), standard(9), standard(30)) for w in ([], [2.0], [3.0, 1.0, 1.0, 1e-3])]
+    found = rotation_plan._totals(spectra, plan_at_slope)(2.0**-power)
+    plans = [plan_at_slope(spectrum, 2.0**-power) for spectrum in spectra]
+    assert found.tolist() == [[plan.variance for plan in plans], [plan.bits for plan in plans]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_the_same_entries_are_drawn(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    for digest in range(300):
+        weights = torch.rand(64 + digest, dtype=torch.float64, generator=generator) ** (1 + digest % 3) + 0.3
+        weights[digest % 64] = 0.0
+        if digest % 5 == 0:
+            weights = weights.float()[::2]
+        drawn = systematic(weights, min(count, len(weights) // 3), digest)
+        with disabled():
+            assert torch.equal(systematic(weights, min(count, len(weights) // 3), digest), drawn)
