@@ -35,7 +35,7 @@ _disabled = 0  # how many blocks that disable kernels are being run
 
 
 def compiled(
-    module: Literal["quantize", "search", "coding", "laplace", "choose"], device: torch.device
+    module: Literal["quantize", "search", "coding", "laplace", "choose", "outer"], device: torch.device
 ) -> ModuleType | None:
     """The module of compiled kernels for tensors of a device; None where plain code has to do.
 
