@@ -29,7 +29,7 @@ from isgq.codecs.dithered import Dithered
 from isgq.codecs.exact import Exact
 from isgq.codecs.flat import require_codec
 from isgq.codecs.rotation import Atoms, decompose
-from isgq.codecs.rotation_grid import Grid
+from isgq.codecs.rotation_grid import Grid, narrow
 from isgq.codecs.rotation_head import MOST_ATOMS, Head, light_of
 from isgq.codecs.rotation_plan import (
     Plan,
@@ -281,8 +281,7 @@ class Rotated:
         index, weights = draw(atoms.weights.cpu(), plan, digest)
         light = len(index) - plan.heavy
         codes = np.concatenate([plan.codes, np.tile(plan.light_codes, (light, 1))])
-        rounded = torch.tensor(weights).to(torch.bfloat16)
-        head = Head(rounded.double().numpy(), codes, light)
+        head = Head(torch.from_numpy(weights).to(torch.bfloat16).double().numpy(), codes, light)
         device = atoms.weights.device
         chosen = torch.from_numpy(index).to(device)
         left, right = (
@@ -321,15 +320,13 @@ class Rotated:
         left, right = Grid.of(head.codes, known, payload.d.digest if self.unbiased else None).decode(code)
         if self.common:
             self.common.hear(known, left, right, head.codes)
-        left, right = (
-            side.turn_back(torch.from_numpy(v)).numpy() for side, v in ((known.left, left), (known.right, right))
+        left, right = known.left.turn_back(left), known.right.turn_back(right)
+        device, none = payload.d.tensors["code"].device, np.ones(len(left))
+        sides = (
+            narrow(left, head.weights / math.sqrt(max(outputs, 1)), 1.0),
+            narrow(right, none, math.sqrt(max(columns, 1))),
         )
-        left = left * (head.weights / math.sqrt(max(outputs, 1)))[:, None]
-        right = right / math.sqrt(max(columns, 1))
-        device = payload.d.tensors["code"].device
-        # Decoded values reach beyond the vector by half a step, which may be beyond float32.
-        sides = (torch.from_numpy(v).clamp_(-_LARGEST, _LARGEST).float().to(device) for v in (left, right))
-        return LowRank(*sides)
+        return LowRank(*(side.to(device) for side in sides))
 
     def _known_at(self, address: int, outputs: int, columns: int) -> Known:
         if self.common:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from isgq.codecs.bases import Known
 from isgq.codecs.rotation_code import decode_symbols, dequantize, digits_for, encode_symbols, quantize
@@ -19,6 +20,7 @@ from isgq.core.keys import stream_state, uniform
 
 _OVERSHOOT = 1.01  # how far rounding a weight to bfloat16 may stretch a vector of length 1
 _STREAM = 1 << 31  # random numbers that the state of a stream is good for
+_LARGEST = torch.finfo(torch.float32).max
 _HOST = torch.device("cpu")
 
 
@@ -107,3 +109,12 @@ def _lay_out(ladders: Sequence[Ladder], count: int, digest: int | None) -> tuple
         state = stream_state(digest, role, 0)
         kernels.lay_out(first + ladder.place, ladder.classes, state, group[part], dither[part])
     return group, dither
+
+
+def narrow(vectors: Reals, gains: Reals, divisor: float) -> Tensor:
+    """Vectors ``[k, n]`` times gains ``[k]``, divided: float32, which what is decoded may go beyond by half a step."""
+    if kernels := compiled("laplace", _HOST):
+        out = torch.empty(vectors.shape, dtype=torch.float32)
+        kernels.narrow(np.ascontiguousarray(vectors), gains, divisor, out.numpy())
+        return out
+    return torch.from_numpy(vectors * gains[:, None] / divisor).clamp_(-_LARGEST, _LARGEST).float()

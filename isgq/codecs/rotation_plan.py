@@ -291,17 +291,18 @@ def draw(weights: torch.Tensor, plan: Plan, digest: int) -> tuple[Ints, Reals]:
     up for what is missing, and is not sent.
 
     Args:
-        weights: float64 ``[j]`` of the spectrum.
+        weights: float64 ``[j]`` of the spectrum, on the host.
         plan: of the same.
         digest: names the draw.
     """
-    index, light, weights = torch.arange(plan.heavy), weights[plan.heavy :], weights[: plan.heavy]
+    light = weights[plan.heavy :]
+    index, sent = np.arange(plan.heavy), weights[: plan.heavy].numpy()
     if plan.tau and light.numel():
         expected = float(light.sum()) / plan.tau
         count = max(1, math.ceil(expected - 1e-9))
-        pool = torch.cat([light, light.new_full((1,), max(0.0, count - expected) * plan.tau)])
-        drawn = systematic(pool, count, digest)
-        drawn = drawn[drawn < light.numel()]
-        index = torch.cat([index, plan.heavy + drawn])
-        weights = torch.cat([weights, weights.new_full((drawn.numel(),), plan.tau)])
-    return index.numpy(), weights.numpy()
+        pool = np.append(light.numpy(), max(0.0, count - expected) * plan.tau)
+        drawn = systematic(torch.from_numpy(pool), count, digest).numpy()
+        drawn = drawn[: drawn.searchsorted(light.numel())]
+        index = np.concatenate([index, plan.heavy + drawn])
+        sent = np.concatenate([sent, np.full(len(drawn), plan.tau)])
+    return index, sent

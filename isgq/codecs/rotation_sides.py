@@ -153,9 +153,9 @@ class Side:
         """Vectors ``[k, n]`` in these coordinates."""
         return vectors if self.basis is None else vectors @ self.basis.T
 
-    def turn_back(self, vectors: torch.Tensor) -> torch.Tensor:
+    def turn_back(self, vectors: Reals) -> Reals:
         """Vectors ``[k, n]`` from these coordinates."""
-        return vectors if self.basis is None else vectors @ self.basis
+        return vectors if self.basis is None else (torch.from_numpy(vectors) @ self.basis).numpy()
 
 
 @functools.lru_cache(maxsize=256)

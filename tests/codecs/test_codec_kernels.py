@@ -13,7 +13,7 @@ from isgq.codecs import codec, rotation_code, rotation_plan
 from isgq.codecs.bases import Known
 from isgq.codecs.eus_sample import systematic
 from isgq.codecs.nested import NestedDithered
-from isgq.codecs.rotation_grid import Grid
+from isgq.codecs.rotation_grid import Grid, narrow
 from isgq.codecs.rotation_plan import Spectrum, plan_at_slope, slope_for_bits, slope_for_variance
 from isgq.codecs.rotation_sides import Side, standard
 from isgq.core.errors import CodecError
@@ -188,6 +188,17 @@ def test_vectors_have_the_same_grid_and_symbols(count: int, learned: bool) -> No
     assert results[0] == results[1]
     steps = grid.steps[grid.group[: left.size]].reshape(left.shape)
     assert (np.abs(grid.decode(code)[0] - left * math.sqrt(40)) <= steps * 0.5001).all()
+
+
+def test_decoded_vectors_are_the_same_and_within_float32() -> None:
+    generator = np.random.default_rng(0)
+    vectors, gains = generator.standard_normal((6, 50)), 10.0 ** np.array([-320.0, -45, 0, 10, 38.4, 300])
+    for each in (vectors, np.asfortranarray(vectors), vectors[:0], vectors[:, :0]):
+        found = narrow(each, gains[: len(each)], 3.0)
+        assert found.dtype == torch.float32
+        assert bool(found.isfinite().all())
+        with disabled():
+            assert bits(narrow(each, gains[: len(each)], 3.0)) == bits(found)
 
 
 def test_one_slope_for_all_spectra_is_the_same_number() -> None:

@@ -16,6 +16,7 @@ from isgq.core.kernels.quantize import _mix, _State, _uniform
 _Reals = NDArray[np.float64]
 _Ints = NDArray[np.int64]
 _Words = NDArray[np.uint32]
+_Floats = NDArray[np.float32]
 
 _HALF_TOTAL = np.float64(1 << 23)
 _MOST = np.float64((1 << 23) - 1)
@@ -27,6 +28,7 @@ _ZERO = np.uint64(0)
 _LOG2_E = np.float64(1.4426950408889634)
 _LN_2 = np.float64(0.6931471805599453)
 _T11, _T10, _T9, _T8, _T7, _T6, _T5, _T4, _T3, _T2, _T1, _T0 = (1 / math.factorial(i) for i in range(12))
+_LARGEST = np.float64(np.finfo(np.float32).max)
 _FAR = np.float64(1000)
 _BLOCK = 1024  # symbols whose frequencies are worked out together, which takes less time than one by one
 
@@ -58,6 +60,17 @@ def dequantize_dithered(symbols: _Ints, dither: _Reals, group: _Ints, steps: _Re
     """Entries of symbols; see :func:`isgq.codecs.rotation_code.dequantize`."""
     for i in range(len(out)):
         out[i] = (np.float64(symbols[i]) - dither[i]) * steps[np.uint64(group[i])]
+
+
+@kernel
+def narrow(vectors: _Reals, gains: _Reals, divisor: float, out: _Floats) -> None:
+    """See :func:`isgq.codecs.rotation_grid.narrow`."""
+    for vector in range(len(vectors)):
+        gain, row, narrowed = gains[vector], vectors[vector], out[vector]
+        for i in range(len(row)):
+            x = row[i] * gain / divisor
+            x = -_LARGEST if x < -_LARGEST else x
+            narrowed[i] = np.float32(_LARGEST if x > _LARGEST else x)
 
 
 @kernel
