@@ -59,12 +59,12 @@ def systematic(weights: Tensor, count: int, digest: int) -> Tensor:
     if count == 0:
         return torch.arange(0, device=device)
     rows = math.ceil(n / math.ceil(n / _ROWS))
-    order = _order(digest, "systematic.order", rows, device)
     if rows == n and (kernels := compiled("choose", device)):
-        turn, begin = (stream_state(digest, role, 0) for role in ("systematic.offsets", "systematic.start"))
-        flat, drawn = weights.double().contiguous().numpy(), torch.empty(n, dtype=torch.int64)
-        return drawn[: kernels.systematic(flat, count, _ABOVE, order.numpy(), turn, begin, drawn.numpy())]
+        states = (stream_state(digest, f"systematic.{role}", 0) for role in ("order", "offsets", "start"))
+        drawn = torch.empty(n, dtype=torch.int64)
+        return drawn[: kernels.systematic(weights.double().contiguous().numpy(), count, _ABOVE, *states, drawn.numpy())]
     offsets = (random_int32(digest, "systematic.offsets", math.ceil(n / rows)).to(torch.int64) % rows).tolist()
+    order = _order(digest, "systematic.order", rows, device)
     start = float(_uniform(digest, "systematic.start", 1, torch.device("cpu")))
     if device.type == "cpu" and rows == n:
         return torch.from_numpy(_points_on_host(weights.double().numpy(), count, start, order.numpy(), offsets[0]))

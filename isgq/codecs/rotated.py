@@ -280,7 +280,7 @@ class Rotated:
         digest = key.digest
         index, weights = draw(atoms.weights.cpu(), plan, digest)
         light = len(index) - plan.heavy
-        codes = np.concatenate([plan.codes, np.tile(plan.light_codes, (light, 1))])
+        codes = np.concatenate([plan.codes, plan.light_codes[None].repeat(light, 0)])
         head = Head(torch.from_numpy(weights).to(torch.bfloat16).double().numpy(), codes, light)
         device = atoms.weights.device
         chosen = torch.from_numpy(index).to(device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isgq.codecs.bases import Known
 from isgq.codecs.rotation_code import decode_symbols, dequantize, digits_for, encode_symbols, quantize
-from isgq.codecs.rotation_sides import COARSEST, Ints, Ladder, Reals
+from isgq.codecs.rotation_sides import COARSEST, FINEST_CODE, Ints, Ladder, Reals
 from isgq.core.kernels import compiled
 from isgq.core.keys import stream_state, uniform
 
@@ -53,10 +53,9 @@ class Grid:
             known: of the layer.
             digest: names the dithers; None for a dead zone.
         """
-        sizes, ladders = (
-            (known.left.size, known.right.size),
-            (known.left.ladder(codes[:, 0]), known.right.ladder(codes[:, 1])),
-        )
+        sizes = known.left.size, known.right.size
+        low, high = codes.min(0, initial=FINEST_CODE).tolist(), (codes.max(0, initial=-1) + 1).tolist()
+        ladders = [side.ladder(codes[:, i], low[i], high[i]) for i, side in enumerate((known.left, known.right))]
         steps = np.concatenate([ladder.steps for ladder in ladders])
         digits = digits_for(_OVERSHOOT * math.sqrt(max(sizes)) / steps.min(initial=COARSEST))
         group, dither = _lay_out(ladders, len(codes), digest)

@@ -136,11 +136,8 @@ class Side:
         relative: Reals = self._steps if self.energy is None else self._steps / np.sqrt(self._classes[0])
         return relative
 
-    def ladder(self, codes: Ints) -> "Ladder":
-        """Steps of vectors with these step codes ``[k]``."""
-        if not len(codes):
-            return Ladder(np.empty(0), np.empty(0), codes, self._classes[1])
-        low, high = int(codes.min()), int(codes.max()) + 1
+    def ladder(self, codes: Ints, low: int, high: int) -> "Ladder":
+        """Steps of vectors with these step codes ``[k]``, which are ``low .. high - 1``."""
         steps, relative = self._steps[low:high], self._relative[low:high]
         return Ladder(steps.reshape(-1), relative.reshape(-1), (codes - low) * steps.shape[1], self._classes[1])
 

@@ -1,6 +1,7 @@
 """Kernels that choose what is sent: plans of spectra, and samples of given probabilities. For the CPU alone."""
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,8 +57,30 @@ def plan_totals(
 
 
 @kernel
+def _order(state: _State, n: int) -> Any:
+    """Where the first n numbers of a stream stand among one another, as int32: by bytes, from the lowest on."""
+    x, k1, k2, k3 = np.uint32(state[0]), np.uint32(state[1]), np.uint32(state[2]), np.uint32(state[3])
+    keys, order = np.empty(n, dtype=np.uint32), np.arange(n)
+    for i in range(n):
+        keys[i] = np.uint32(_mix(np.uint32(x + np.uint32(i)), k1, k2, k3) ^ np.uint32(1 << 31))
+    moved, starts = np.empty(n, dtype=np.int64), np.empty(257, dtype=np.int64)
+    for shift in range(0, 32, 8):
+        starts[:] = 0
+        for i in range(n):
+            starts[np.int64((keys[i] >> np.uint32(shift)) & np.uint32(255)) + 1] += 1
+        for at in range(256):
+            starts[at + 1] += starts[at]
+        for i in range(n):
+            byte = np.int64((keys[order[i]] >> np.uint32(shift)) & np.uint32(255))
+            moved[starts[byte]] = order[i]
+            starts[byte] += 1
+        order, moved = moved, order
+    return order
+
+
+@kernel
 def systematic(
-    weights: _Reals, count: int, above: float, order: _Ints, turn: _State, begin: _State, out: _Ints
+    weights: _Reals, count: int, above: float, shuffle: _State, turn: _State, begin: _State, out: _Ints
 ) -> int:  # fmt: skip
     """Positions of :func:`isgq.codecs.eus_sample._points_on_host`, each row being an entry.
 
@@ -65,7 +88,7 @@ def systematic(
         weights: ``[n]``.
         count: how many points.
         above: by what factor the last end lies above the last point, or a rounding error less.
-        order: of the rows.
+        shuffle: state of the stream whose numbers order the rows.
         turn: state of the stream whose first number says by how much entries and rows differ.
         begin: state of the stream whose first two numbers make the first point.
         out: room for n positions.
@@ -80,6 +103,7 @@ def systematic(
     high = np.int64(_mix(x, k1, k2, k3)) & _HALF_BITS
     low = np.int64(_mix(np.uint32(x + np.uint32(1)), k1, k2, k3)) & _HALF_BITS
     start = (np.float64((high << np.int64(26)) + low) + 0.5) * 2.0**-52
+    order = _order(shuffle, n)
     entries, cumulated, total = np.empty(n, dtype=np.int64), np.empty(n), 0.0
     for place in range(n):
         entry = order[place] - offset
