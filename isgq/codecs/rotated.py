@@ -29,7 +29,7 @@ from isgq.codecs.dithered import Dithered
 from isgq.codecs.exact import Exact
 from isgq.codecs.flat import require_codec
 from isgq.codecs.rotation import Atoms, decompose
-from isgq.codecs.rotation_grid import Grid, narrow
+from isgq.codecs.rotation_grid import Grid, scale
 from isgq.codecs.rotation_head import MOST_ATOMS, Head, light_of
 from isgq.codecs.rotation_plan import (
     Plan,
@@ -321,12 +321,8 @@ class Rotated:
         if self.common:
             self.common.hear(known, left, right, head.codes)
         left, right = known.left.turn_back(left), known.right.turn_back(right)
-        device, none = payload.d.tensors["code"].device, np.ones(len(left))
-        sides = (
-            narrow(left, head.weights / math.sqrt(max(outputs, 1)), 1.0),
-            narrow(right, none, math.sqrt(max(columns, 1))),
-        )
-        return LowRank(*(side.to(device) for side in sides))
+        device = payload.d.tensors["code"].device
+        return LowRank(*(side.to(device) for side in scale(left, right, head.weights)))
 
     def _known_at(self, address: int, outputs: int, columns: int) -> Known:
         if self.common:

@@ -103,6 +103,8 @@ def decompose(factors: Factors, contract: Contract, key: Key) -> Atoms:
     weights = atoms.weights.cpu().numpy()
     if len(weights) and not weights[0] < _LARGEST:
         raise NonFiniteError(f"the gradient of {key.name!r} reaches beyond float32")
+    if not len(weights) or np.float32(weights[-1]) > _LEAST:
+        return atoms
     kept = int((weights.astype(np.float32) > _LEAST).sum())
     return Atoms(atoms.weights[:kept], atoms.left.first(kept), atoms.right.first(kept))
 

@@ -122,14 +122,17 @@ def encode_symbols(symbols: Ints, dither: Reals | None, group: Ints, steps: Real
     Raises:
         CodecError: a symbol is too large.
     """
-    largest = int(np.abs(symbols).max(initial=1))
-    if (largest - 1) >> digits:
-        raise CodecError(f"symbol of magnitude {largest} has more than {digits} digits")
     exponents = steps * _INVERSE_SCALE
     if dither is not None and (kernels := compiled("laplace", _HOST)):
         words = np.empty((digits + 1) * len(symbols) + 2, dtype=np.uint32)
         size = kernels.encode_dithered(symbols, dither, group, exponents, digits, words)
-        return _trimmed(words[:size])
+        if size >= 0:
+            return _trimmed(words[:size])
+        largest = -size
+    else:
+        largest = int(np.abs(symbols).max(initial=1))
+    if (largest - 1) >> digits:
+        raise CodecError(f"symbol of magnitude {largest} has more than {digits} digits")
     nonzero = symbols != 0
     magnitudes = np.abs(symbols[nonzero]) - 1
     coder, tables, large = constriction.stream.stack.AnsCoder(), _digits(exponents, digits), group[nonzero]

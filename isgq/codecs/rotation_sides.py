@@ -67,23 +67,6 @@ def energy_codes(values: Reals) -> Ints:
     return codes
 
 
-@dataclass(frozen=True, slots=True)
-class Ladder:
-    """Steps of some vectors: entry i of vector v has step ``place[v] + classes[i]``.
-
-    Attributes:
-        steps: ``[g]``, all between the coarsest and the finest of the vectors.
-        relative: the same in units of their entries' root mean square.
-        place: int64 ``[k]``.
-        classes: int64 ``[n]``.
-    """
-
-    steps: Reals
-    relative: Reals
-    place: Ints
-    classes: Ints
-
-
 @dataclass(frozen=True, eq=False)
 class Side:
     """One side of all atoms of a gradient.
@@ -130,16 +113,15 @@ class Side:
         bits: Reals = rate(self._steps**2 / 12 / energy) @ counts
         return bits
 
-    @functools.cached_property
-    def _relative(self) -> Reals:
-        """Steps by step code and class, in units of the class's root mean square."""
-        relative: Reals = self._steps if self.energy is None else self._steps / np.sqrt(self._classes[0])
-        return relative
+    @property
+    def classes(self) -> Ints:
+        """Which class each coordinate belongs to, those of one energy being one: ``[n]``."""
+        return self._classes[1]
 
-    def ladder(self, codes: Ints, low: int, high: int) -> "Ladder":
-        """Steps of vectors with these step codes ``[k]``, which are ``low .. high - 1``."""
-        steps, relative = self._steps[low:high], self._relative[low:high]
-        return Ladder(steps.reshape(-1), relative.reshape(-1), (codes - low) * steps.shape[1], self._classes[1])
+    def ladder(self, low: int, high: int) -> tuple[Reals, Reals]:
+        """Steps by step code from ``low`` to ``high - 1`` and class, and the same by the class's root mean square."""
+        steps = self._steps[low:high]
+        return steps, steps if self.energy is None else steps / np.sqrt(self._classes[0])
 
     def noise_of(self, codes: Ints) -> Reals:
         """Expected squared error of each entry of vectors with these step codes: ``[k, n]``."""

@@ -13,7 +13,7 @@ from isgq.codecs import codec, rotation_code, rotation_plan
 from isgq.codecs.bases import Known
 from isgq.codecs.eus_sample import systematic
 from isgq.codecs.nested import NestedDithered
-from isgq.codecs.rotation_grid import Grid, narrow
+from isgq.codecs.rotation_grid import Grid, scale
 from isgq.codecs.rotation_plan import Spectrum, plan_at_slope, slope_for_bits, slope_for_variance
 from isgq.codecs.rotation_sides import Side, standard
 from isgq.core.errors import CodecError
@@ -165,6 +165,13 @@ def test_atoms_are_coded_alike(count: int, steps: list[float]) -> None:
         assert outcomes[0] == outcomes[1]
 
 
+def test_too_large_symbols_are_refused_alike() -> None:
+    symbols, dither, group = np.array([1, -9, 8]), np.zeros(3), np.zeros(3, dtype=np.int64)
+    for context in (nullcontext(), disabled()):
+        with context, pytest.raises(CodecError, match="symbol of magnitude 9 has more than 3 digits"):
+            rotation_code.encode_symbols(symbols, dither, group, np.ones(1), 3)
+
+
 @pytest.mark.parametrize("count", [0, 1, 5, 200])
 @pytest.mark.parametrize("learned", [False, True])
 def test_vectors_have_the_same_grid_and_symbols(count: int, learned: bool) -> None:
@@ -183,22 +190,28 @@ def test_vectors_have_the_same_grid_and_symbols(count: int, learned: bool) -> No
             grid = Grid.of(codes, Known(*sides), 0xFEDCBA9876543210)
             assert grid.dither is not None
             code = grid.encode(np.asfortranarray(left), right)
-            arrays = grid.steps, grid.relative, grid.group, grid.dither, *grid.decode(code)
+            arrays = grid.ladder.steps, grid.ladder.relative, grid.group, grid.dither, *grid.decode(code)
             results.append([code, *(array.tobytes() for array in arrays), *(array.shape for array in arrays)])
     assert results[0] == results[1]
-    steps = grid.steps[grid.group[: left.size]].reshape(left.shape)
+    steps = grid.ladder.steps[grid.group[: left.size]].reshape(left.shape)
     assert (np.abs(grid.decode(code)[0] - left * math.sqrt(40)) <= steps * 0.5001).all()
 
 
 def test_decoded_vectors_are_the_same_and_within_float32() -> None:
     generator = np.random.default_rng(0)
-    vectors, gains = generator.standard_normal((6, 50)), 10.0 ** np.array([-320.0, -45, 0, 10, 38.4, 300])
-    for each in (vectors, np.asfortranarray(vectors), vectors[:0], vectors[:, :0]):
-        found = narrow(each, gains[: len(each)], 3.0)
-        assert found.dtype == torch.float32
-        assert bool(found.isfinite().all())
+    left, right = generator.standard_normal((6, 50)) * 1e30, generator.standard_normal((6, 7)) * 1e38
+    weights = 10.0 ** np.array([-320.0, -45, 0, 8, 10, 300])
+    for one, other in (
+        (left, right),
+        (np.asfortranarray(left), right * 100),
+        (left[:0], right[:0]),
+        (left[:, :0], right),
+    ):
+        found = scale(one, other, weights[: len(one)])
+        assert all(side.dtype == torch.float32 and bool(side.isfinite().all()) for side in found)
         with disabled():
-            assert bits(narrow(each, gains[: len(each)], 3.0)) == bits(found)
+            plain = scale(one, other, weights[: len(one)])
+        assert list(map(bits, plain)) == list(map(bits, found))
 
 
 def test_one_slope_for_all_spectra_is_the_same_number() -> None:

@@ -34,8 +34,7 @@ _BLOCK = 1024  # symbols whose frequencies are worked out together, which takes 
 
 
 @kernel
-def lay_out(place: _Ints, classes: _Ints, state: _State, group: _Ints, dither: _Reals) -> None:
-    """Group and dither of each entry of vectors; see :func:`isgq.codecs.rotation_grid._lay_out`."""
+def _lay_out(place: Any, classes: Any, state: Any, group: Any, dither: Any) -> None:
     x, k1, k2, k3 = np.uint32(state[0]), np.uint32(state[1]), np.uint32(state[2]), np.uint32(state[3])
     for i in range(len(dither)):
         dither[i] = np.float64(_uniform(_mix(np.uint32(x + np.uint32(i)), k1, k2, k3)))
@@ -46,13 +45,31 @@ def lay_out(place: _Ints, classes: _Ints, state: _State, group: _Ints, dither: _
 
 
 @kernel
-def quantize_dithered(vectors: _Reals, dither: _Reals, group: _Ints, steps: _Reals, out: _Ints) -> None:
-    """Symbols of vectors ``[k, n]``; see :func:`isgq.codecs.rotation_code.quantize`."""
-    scale, entries = np.sqrt(np.float64(vectors.shape[1])), vectors.reshape(-1)
+def lay_out(
+    place: _Ints, left: _Ints, right: _Ints, left_state: _State, right_state: _State, group: _Ints, dither: _Reals
+) -> None:  # fmt: skip
+    """Group and dither of each entry of vectors; see :func:`isgq.codecs.rotation_grid._lay_out`."""
+    split = len(place) * len(left)
+    _lay_out(place[:, 0], left, left_state, group[:split], dither[:split])
+    _lay_out(place[:, 1], right, right_state, group[split:], dither[split:])
+
+
+@kernel
+def _quantize(vectors: Any, dither: Any, group: Any, steps: Any, out: Any) -> None:
+    length, entries = np.sqrt(np.float64(vectors.shape[1])), vectors.reshape(-1)
     for i in range(len(out)):
-        y = entries[i] * scale / steps[np.uint64(group[i])] + dither[i]
+        y = entries[i] * length / steps[np.uint64(group[i])] + dither[i]
         size = np.floor(np.abs(y) + 0.5)
         out[i] = np.int64(-size if y < 0 else size)
+
+
+@kernel
+def quantize_dithered(
+    left: _Reals, right: _Reals, dither: _Reals, group: _Ints, steps: _Reals, out: _Ints
+) -> None:  # fmt: skip
+    """Symbols of vectors ``[k, o]`` and ``[k, p]``; see :func:`isgq.codecs.rotation_code.quantize`."""
+    _quantize(left, dither[: left.size], group[: left.size], steps, out[: left.size])
+    _quantize(right, dither[left.size :], group[left.size :], steps, out[left.size :])
 
 
 @kernel
@@ -63,14 +80,22 @@ def dequantize_dithered(symbols: _Ints, dither: _Reals, group: _Ints, steps: _Re
 
 
 @kernel
-def narrow(vectors: _Reals, gains: _Reals, divisor: float, out: _Floats) -> None:
-    """See :func:`isgq.codecs.rotation_grid.narrow`."""
-    for vector in range(len(vectors)):
-        gain, row, narrowed = gains[vector], vectors[vector], out[vector]
+def _narrow(x: Any) -> Any:
+    x = -_LARGEST if x < -_LARGEST else x
+    return np.float32(_LARGEST if x > _LARGEST else x)
+
+
+@kernel
+def scale(left: _Reals, right: _Reals, weights: _Reals, one: _Floats, other: _Floats) -> None:
+    """See :func:`isgq.codecs.rotation_grid.scale`."""
+    left_length, right_length = np.sqrt(np.float64(left.shape[1])), np.sqrt(np.float64(right.shape[1]))
+    for vector in range(len(weights)):
+        row, narrowed, gain = left[vector], one[vector], weights[vector] / left_length
         for i in range(len(row)):
-            x = row[i] * gain / divisor
-            x = -_LARGEST if x < -_LARGEST else x
-            narrowed[i] = np.float32(_LARGEST if x > _LARGEST else x)
+            narrowed[i] = _narrow(row[i] * gain)
+        row, narrowed = right[vector], other[vector]
+        for i in range(len(row)):
+            narrowed[i] = _narrow(row[i] / right_length)
 
 
 @kernel
@@ -157,11 +182,16 @@ def encode_dithered(
         out: room for ``(digits + 1) n + 2`` words.
 
     Returns:
-        The number of words.
+        The number of words; 0 less the largest magnitude if it has more digits.
     """
     state, size, n, large = _ZERO, 0, len(symbols), 0
     beyond, zeros = _tables(exponents, digits)
     magnitudes, places = np.empty(n + 1, dtype=np.int64), np.empty(n + 1, dtype=np.int64)
+    largest = np.int64(0)
+    for i in range(n):
+        largest = max(largest, abs(symbols[i]))
+    if largest and (largest - 1) >> np.int64(digits):
+        return -int(largest)
     for i in range(n):  # those that have digits, without a branch that nobody foresees
         magnitudes[large], places[large] = abs(symbols[i]) - 1, group[i]
         large += symbols[i] != 0
