@@ -21,6 +21,10 @@ def test_sums_are_the_same_bits_however_they_are_made(count: int, outputs: int, 
     with disabled():
         assert torch.equal(product.weight(), found)
     assert torch.equal(out, found)
+    room = torch.full((outputs * columns + 3,), 7.0)
+    product.weight(room[1:-2])
+    assert torch.equal(room[1:-2].view(outputs, columns), found)
+    assert room[[0, -2, -1]].tolist() == [7.0] * 3
     exact = product.left.double().T @ product.right[:, :-1].double()
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
 
