@@ -42,7 +42,7 @@ from isgq.codecs.rotation_plan import (
     slope_for_bits,
     slope_for_variance,
 )
-from isgq.codecs.rotation_sides import COARSEST, step_table
+from isgq.codecs.rotation_sides import COARSEST, Ints, step_table
 from isgq.core.errors import CodecError, OptionError
 from isgq.core.keys import Key
 from isgq.core.payload import Contract, Factors, LowRank, PairPayload, Payload
@@ -63,6 +63,26 @@ class Prepared:
     known: Known
     dtype: torch.dtype
     key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class _Made(PairPayload):
+    """What was encoded here, so that the sender, who needs its own message like all others, need not read it.
+
+    Attributes:
+        parts: the payload's own; one whose parts were replaced is read.
+        content: what :meth:`Rotated._read` finds in them.
+    """
+
+    parts: tuple[Payload, Payload] = field(repr=False, compare=False)
+    content: tuple[Head, Grid, Ints] = field(repr=False, compare=False)
+
+
+def _made(payload: PairPayload) -> tuple[Head, Grid, Ints] | None:
+    """The content of what was encoded here."""
+    if isinstance(payload, _Made) and payload.parts[0] is payload.x and payload.parts[1] is payload.d:
+        return payload.content
+    return None
 
 
 @register_codec("rotated")
@@ -289,14 +309,14 @@ class Rotated:
             for side, vectors in ((known.left, atoms.left), (known.right, atoms.right))
         )
         left = left * (weights / head.weights)[:, None]
-        code = Grid.of(codes, known, digest if self.unbiased else None).encode(left, right)
+        grid = Grid.of(codes, known, digest if self.unbiased else None)
+        symbols = grid.symbols(left, right)
+        code = grid.write(symbols)
         packed = torch.frombuffer(bytearray(head.pack()), dtype=torch.uint8)
         body = torch.frombuffer(bytearray(code), dtype=torch.uint8) if code else torch.empty(0, dtype=torch.uint8)
-        return PairPayload(
-            self.name,
-            Payload(self.name, (right.shape[1],), dtype, {}, {"head": packed.to(device)}, known.address),
-            Payload(self.name, (left.shape[1],), dtype, {}, {"code": body.to(device)}, digest if self.unbiased else 0),
-        )
+        x = Payload(self.name, (right.shape[1],), dtype, {}, {"head": packed.to(device)}, known.address)
+        d = Payload(self.name, (left.shape[1],), dtype, {}, {"code": body.to(device)}, digest if self.unbiased else 0)
+        return _Made(self.name, x, d, (x, d), (head, grid, symbols))
 
     # ---- decoding
 
@@ -312,17 +332,23 @@ class Rotated:
             return Factors(_EXACT.decode(payload.x), _DITHERED.decode(payload.d))
         [columns], [outputs] = _one_size(payload.x), _one_size(payload.d)
         known = self._known_at(payload.x.digest, outputs, columns)
-        code = _raw(payload.d, "code")
-        head = Head.unpack(_raw(payload.x, "head"))
-        count = len(head.weights) * (outputs + columns)
-        if count > _EXPANSION * (len(code) + 64):
-            raise CodecError(f"{len(code)} bytes of a rotated payload cannot hold {count} symbols")
-        left, right = Grid.of(head.codes, known, payload.d.digest if self.unbiased else None).decode(code)
+        head, grid, symbols = _made(payload) or self._read(payload, known)
+        left, right = grid.vectors(symbols)
         if self.common:
             self.common.hear(known, left, right, head.codes)
         left, right = known.left.turn_back(left), known.right.turn_back(right)
         device = payload.d.tensors["code"].device
         return LowRank(*(side.to(device) for side in scale(left, right, head.weights)))
+
+    def _read(self, payload: PairPayload, known: Known) -> tuple[Head, Grid, Ints]:
+        """Head, grid and symbols; CodecError if it is malformed."""  # noqa: DOC501
+        code = _raw(payload.d, "code")
+        head = Head.unpack(_raw(payload.x, "head"))
+        count = len(head.weights) * (known.left.size + known.right.size)
+        if count > _EXPANSION * (len(code) + 64):
+            raise CodecError(f"{len(code)} bytes of a rotated payload cannot hold {count} symbols")
+        grid = Grid.of(head.codes, known, payload.d.digest if self.unbiased else None)
+        return head, grid, grid.read(code)
 
     def _known_at(self, address: int, outputs: int, columns: int) -> Known:
         if self.common:

@@ -85,24 +85,8 @@ class Grid:
         group, dither = _lay_out(codes * ladder.widths + ladder.offsets, known, digest)
         return cls((known.left.size, known.right.size), ladder, group, dither)
 
-    def encode(self, left: Reals, right: Reals) -> bytes:
-        """Quantize and code vectors ``[k, o]`` and ``[k, p]`` of length 1, or about."""
-        symbols = self._quantize(left, right)
-        return encode_symbols(symbols, self.dither, self.group, self.ladder.relative, self.ladder.digits)
-
-    def decode(self, code: bytes) -> tuple[Reals, Reals]:
-        """Vectors ``[k, o]`` and ``[k, p]``, in units in which one of length 1 has mean square 1.
-
-        Raises:
-            CodecError: as of :func:`decode_symbols`.
-        """
-        symbols = decode_symbols(code, self.dither, self.group, self.ladder.relative, self.ladder.digits)
-        entries = dequantize(symbols, self.dither, self.group, self.ladder.steps)
-        outputs, columns = self.sizes
-        split = len(entries) // max(outputs + columns, 1) * outputs
-        return entries[:split].reshape(-1, outputs), entries[split:].reshape(-1, columns)
-
-    def _quantize(self, left: Reals, right: Reals) -> Ints:
+    def symbols(self, left: Reals, right: Reals) -> Ints:
+        """Of vectors ``[k, o]`` and ``[k, p]`` of length 1, or about."""
         steps = self.ladder.steps
         if self.dither is None or (kernels := compiled("laplace", _HOST)) is None:
             entries = np.concatenate([(v * math.sqrt(v.shape[1])).reshape(-1) for v in (left, right)])
@@ -110,6 +94,21 @@ class Grid:
         symbols, sides = np.empty(len(self.group), dtype=np.int64), map(np.ascontiguousarray, (left, right))
         kernels.quantize_dithered(*sides, self.dither, self.group, steps, symbols)
         return symbols
+
+    def vectors(self, symbols: Ints) -> tuple[Reals, Reals]:
+        """Vectors ``[k, o]`` and ``[k, p]`` of symbols, in units in which one of length 1 has mean square 1."""
+        entries = dequantize(symbols, self.dither, self.group, self.ladder.steps)
+        outputs, columns = self.sizes
+        split = len(entries) // max(outputs + columns, 1) * outputs
+        return entries[:split].reshape(-1, outputs), entries[split:].reshape(-1, columns)
+
+    def write(self, symbols: Ints) -> bytes:
+        """Their code."""
+        return encode_symbols(symbols, self.dither, self.group, self.ladder.relative, self.ladder.digits)
+
+    def read(self, code: bytes) -> Ints:
+        """Inverse of :meth:`write`; CodecError as of :func:`decode_symbols`."""
+        return decode_symbols(code, self.dither, self.group, self.ladder.relative, self.ladder.digits)
 
 
 def _lay_out(place: Ints, known: Known, digest: int | None) -> tuple[Ints, Reals | None]:

@@ -189,12 +189,14 @@ def test_vectors_have_the_same_grid_and_symbols(count: int, learned: bool) -> No
         with context:
             grid = Grid.of(codes, Known(*sides), 0xFEDCBA9876543210)
             assert grid.dither is not None
-            code = grid.encode(np.asfortranarray(left), right)
-            arrays = grid.ladder.steps, grid.ladder.relative, grid.group, grid.dither, *grid.decode(code)
+            symbols = grid.symbols(np.asfortranarray(left), right)
+            code = grid.write(symbols)
+            assert np.array_equal(grid.read(code), symbols)
+            arrays = grid.ladder.steps, grid.ladder.relative, grid.group, grid.dither, *grid.vectors(symbols)
             results.append([code, *(array.tobytes() for array in arrays), *(array.shape for array in arrays)])
     assert results[0] == results[1]
     steps = grid.ladder.steps[grid.group[: left.size]].reshape(left.shape)
-    assert (np.abs(grid.decode(code)[0] - left * math.sqrt(40)) <= steps * 0.5001).all()
+    assert (np.abs(grid.vectors(symbols)[0] - left * math.sqrt(40)) <= steps * 0.5001).all()
 
 
 def test_decoded_vectors_are_the_same_and_within_float32() -> None:
