@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from isgq.core.errors import CodecError
-from isgq.core.keys import random_int32
+from isgq.core.kernels import compiled
+from isgq.core.keys import random_int32, stream_state
 
 Sampler = Callable[[Tensor, int, int], Tensor]
 """``(weights, count, digest) -> positions``."""
@@ -58,6 +59,10 @@ def systematic(weights: Tensor, count: int, digest: int) -> Tensor:
     if count == 0:
         return torch.arange(0, device=device)
     rows = math.ceil(n / math.ceil(n / _ROWS))
+    if rows == n and (kernels := compiled("choose", device)):
+        states = (stream_state(digest, f"systematic.{role}", 0) for role in ("order", "offsets", "start"))
+        drawn = torch.empty(n, dtype=torch.int64)
+        return drawn[: kernels.systematic(weights.double().contiguous().numpy(), count, _ABOVE, *states, drawn.numpy())]
     offsets = (random_int32(digest, "systematic.offsets", math.ceil(n / rows)).to(torch.int64) % rows).tolist()
     order = _order(digest, "systematic.order", rows, device)
     start = float(_uniform(digest, "systematic.start", 1, torch.device("cpu")))

@@ -1,8 +1,9 @@
 """Rotated factors: the gradient as a few singular triples with quantized vectors.
 
-Decomposition: :mod:`isgq.codecs.rotation`; which atoms and steps: :mod:`isgq.codecs.rotation_plan`; the symbols' code:
-:mod:`isgq.codecs.rotation_code`. The gradient is the matrix ``[o, p]``: outputs and, flattened, all other dimensions
-of the weight, and last a column for the bias (sums of d), which costs one symbol an atom.
+Decomposition: :mod:`isgq.codecs.rotation`; which atoms and steps: :mod:`isgq.codecs.rotation_plan`; symbols:
+:mod:`isgq.codecs.rotation_grid`; their code: :mod:`isgq.codecs.rotation_code`. The gradient is the matrix ``[o, p]``:
+outputs and, flattened, all other dimensions of the weight, and last a column for the bias (sums of d), which costs one
+symbol an atom.
 
 Layout of the payload, all little-endian:
 
@@ -28,7 +29,7 @@ from isgq.codecs.dithered import Dithered
 from isgq.codecs.exact import Exact
 from isgq.codecs.flat import require_codec
 from isgq.codecs.rotation import Atoms, decompose
-from isgq.codecs.rotation_code import decode_symbols, dequantize, digits_for, encode_symbols, quantize
+from isgq.codecs.rotation_grid import Grid, scale
 from isgq.codecs.rotation_head import MOST_ATOMS, Head, light_of
 from isgq.codecs.rotation_plan import (
     Plan,
@@ -41,9 +42,9 @@ from isgq.codecs.rotation_plan import (
     slope_for_bits,
     slope_for_variance,
 )
-from isgq.codecs.rotation_sides import COARSEST, Ints, Reals, step_table
+from isgq.codecs.rotation_sides import COARSEST, Ints, step_table
 from isgq.core.errors import CodecError, OptionError
-from isgq.core.keys import Key, uniform
+from isgq.core.keys import Key
 from isgq.core.payload import Contract, Factors, LowRank, PairPayload, Payload
 from isgq.core.registry import register_codec
 
@@ -51,7 +52,6 @@ _EXACT, _DITHERED = Exact(), Dithered(levels=1, bucket="row")
 _EXPANSION = 512  # symbols that a byte may stand for: an entry takes 0.2 bits or more
 _FRAMING = 8  # bytes of a record's form and sizes, about
 _NMSE = 1.0  # where no option says how much is sent
-_OVERSHOOT = 1.01  # how far rounding a weight to bfloat16 may stretch a vector of length 1
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -63,6 +63,26 @@ class Prepared:
     known: Known
     dtype: torch.dtype
     key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class _Made(PairPayload):
+    """What was encoded here, so that the sender, who needs its own message like all others, need not read it.
+
+    Attributes:
+        parts: the payload's own; one whose parts were replaced is read.
+        content: what :meth:`Rotated._read` finds in them.
+    """
+
+    parts: tuple[Payload, Payload] = field(repr=False, compare=False)
+    content: tuple[Head, Grid, Ints] = field(repr=False, compare=False)
+
+
+def _made(payload: PairPayload) -> tuple[Head, Grid, Ints] | None:
+    """The content of what was encoded here."""
+    if isinstance(payload, _Made) and payload.parts[0] is payload.x and payload.parts[1] is payload.d:
+        return payload.content
+    return None
 
 
 @register_codec("rotated")
@@ -280,9 +300,8 @@ class Rotated:
         digest = key.digest
         index, weights = draw(atoms.weights.cpu(), plan, digest)
         light = len(index) - plan.heavy
-        codes = np.concatenate([plan.codes, np.tile(plan.light_codes, (light, 1))])
-        rounded = torch.tensor(weights).to(torch.bfloat16)
-        head = Head(rounded.double().numpy(), codes, light)
+        codes = np.concatenate([plan.codes, plan.light_codes[None].repeat(light, 0)])
+        head = Head(torch.from_numpy(weights).to(torch.bfloat16).double().numpy(), codes, light)
         device = atoms.weights.device
         chosen = torch.from_numpy(index).to(device)
         left, right = (
@@ -290,19 +309,14 @@ class Rotated:
             for side, vectors in ((known.left, atoms.left), (known.right, atoms.right))
         )
         left = left * (weights / head.weights)[:, None]
-        entries = np.concatenate([(v * math.sqrt(v.shape[1])).reshape(-1) for v in (left, right)])
-        outputs, columns = left.shape[1], right.shape[1]
-        ladder = _ladder(codes, known)
-        dither = _dither(digest, len(index), outputs, columns) if self.unbiased else None
-        symbols = quantize(entries / ladder.steps[ladder.group], dither)
-        code = encode_symbols(symbols, dither, ladder.group, ladder.relative, ladder.digits)
+        grid = Grid.of(codes, known, digest if self.unbiased else None)
+        symbols = grid.symbols(left, right)
+        code = grid.write(symbols)
         packed = torch.frombuffer(bytearray(head.pack()), dtype=torch.uint8)
         body = torch.frombuffer(bytearray(code), dtype=torch.uint8) if code else torch.empty(0, dtype=torch.uint8)
-        return PairPayload(
-            self.name,
-            Payload(self.name, (columns,), dtype, {}, {"head": packed.to(device)}, known.address),
-            Payload(self.name, (outputs,), dtype, {}, {"code": body.to(device)}, digest if self.unbiased else 0),
-        )
+        x = Payload(self.name, (right.shape[1],), dtype, {}, {"head": packed.to(device)}, known.address)
+        d = Payload(self.name, (left.shape[1],), dtype, {}, {"code": body.to(device)}, digest if self.unbiased else 0)
+        return _Made(self.name, x, d, (x, d), (head, grid, symbols))
 
     # ---- decoding
 
@@ -318,28 +332,23 @@ class Rotated:
             return Factors(_EXACT.decode(payload.x), _DITHERED.decode(payload.d))
         [columns], [outputs] = _one_size(payload.x), _one_size(payload.d)
         known = self._known_at(payload.x.digest, outputs, columns)
-        code = _raw(payload.d, "code")
-        head = Head.unpack(_raw(payload.x, "head"))
-        count = len(head.weights) * (outputs + columns)
-        if count > _EXPANSION * (len(code) + 64):
-            raise CodecError(f"{len(code)} bytes of a rotated payload cannot hold {count} symbols")
-        ladder = _ladder(head.codes, known)
-        dither = _dither(payload.d.digest, len(head.weights), outputs, columns) if self.unbiased else None
-        symbols = decode_symbols(code, dither, ladder.group, ladder.relative, ladder.digits)
-        entries = dequantize(symbols, dither, ladder.group, ladder.steps)
-        split = len(head.weights) * outputs
-        left, right = entries[:split].reshape(-1, outputs), entries[split:].reshape(-1, columns)
+        head, grid, symbols = _made(payload) or self._read(payload, known)
+        left, right = grid.vectors(symbols)
         if self.common:
             self.common.hear(known, left, right, head.codes)
-        left, right = (
-            side.turn_back(torch.from_numpy(v)).numpy() for side, v in ((known.left, left), (known.right, right))
-        )
-        left = left * (head.weights / math.sqrt(max(outputs, 1)))[:, None]
-        right = right / math.sqrt(max(columns, 1))
+        left, right = known.left.turn_back(left), known.right.turn_back(right)
         device = payload.d.tensors["code"].device
-        # Decoded values reach beyond the vector by half a step, which may be beyond float32.
-        sides = (torch.from_numpy(v).clamp_(-_LARGEST, _LARGEST).float().to(device) for v in (left, right))
-        return LowRank(*sides)
+        return LowRank(*(side.to(device) for side in scale(left, right, head.weights)))
+
+    def _read(self, payload: PairPayload, known: Known) -> tuple[Head, Grid, Ints]:
+        """Head, grid and symbols; CodecError if it is malformed."""  # noqa: DOC501
+        code = _raw(payload.d, "code")
+        head = Head.unpack(_raw(payload.x, "head"))
+        count = len(head.weights) * (known.left.size + known.right.size)
+        if count > _EXPANSION * (len(code) + 64):
+            raise CodecError(f"{len(code)} bytes of a rotated payload cannot hold {count} symbols")
+        grid = Grid.of(head.codes, known, payload.d.digest if self.unbiased else None)
+        return head, grid, grid.read(code)
 
     def _known_at(self, address: int, outputs: int, columns: int) -> Known:
         if self.common:
@@ -349,40 +358,10 @@ class Rotated:
         return nothing_known(outputs, columns)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ladder:
-    """Steps that occur in a payload, the same in units of root mean squares, which each entry has, and digits."""
-
-    steps: Reals
-    relative: Reals
-    group: Ints
-    digits: int
-
-
-def _ladder(codes: Ints, known: Known) -> _Ladder:
-    """For all left vectors, then all right ones, with these step codes ``[k, 2]``."""
-    left, right = known.left.ladder(codes[:, 0]), known.right.ladder(codes[:, 1])
-    steps = np.concatenate([left[0], right[0]])
-    longest = math.sqrt(max(known.left.size, known.right.size))
-    return _Ladder(
-        steps,
-        np.concatenate([left[1], right[1]]),
-        np.concatenate([left[2], right[2] + len(left[0])]),
-        digits_for(_OVERSHOOT * longest / steps.min(initial=COARSEST)),
-    )
-
-
 def spectrum_of(atoms: Atoms, known: Known | None = None) -> Spectrum:
     """The weights of atoms, on the host, and the sides that their vectors have."""
     known = known or nothing_known(atoms.left.size, atoms.right.size)
     return Spectrum(atoms.weights.cpu().numpy(), known.left, known.right)
-
-
-def _dither(digest: int, count: int, outputs: int, columns: int) -> Reals:
-    """Dither of all symbols, in their order."""
-    parts = [uniform(digest, "rotated.left", (count * outputs,)), uniform(digest, "rotated.right", (count * columns,))]
-    dither: Reals = torch.cat(parts).double().numpy()
-    return dither
 
 
 def _one_size(payload: Payload) -> tuple[int, ...]:

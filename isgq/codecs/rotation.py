@@ -13,8 +13,10 @@ whether they make up G. Only ``X X^T`` and ``D D^T`` are as large as the batch, 
 matrices square the condition number.
 """
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from isgq.core.keys import Key
 from isgq.core.payload import Contract, Factors
 
 _LARGEST = torch.finfo(torch.float32).max
+_LEAST = 2.0**-134  # in bfloat16, float32 numbers up to here are 0
 _NOISE = 1e-14  # relative: eigenvalues of a Gram matrix below are rounding errors, 1e-7 of the greatest length
 
 
@@ -84,32 +87,45 @@ def decompose(factors: Factors, contract: Contract, key: Key) -> Atoms:
         NonFiniteError: NaN or Inf in a factor, or a gradient beyond float32.
     """
     x, d = factors.x.detach(), factors.d.detach()
-    check_finite(x, f"the input of {key.name!r}")
-    check_finite(d, f"the output gradient of {key.name!r}")
     if x.dim() == 2 and x.shape[0] <= min(d.shape[1], x.shape[1] + 1):
-        atoms = atoms_of_factors(torch.cat([x, x.new_ones(len(x), 1)], 1), d)
+        wide, deep = torch.empty(x.shape[0], x.shape[1] + 1, dtype=torch.float64, device=x.device), d.double()
+        wide[:, :-1], wide[:, -1] = x, 1.0
+        grams = wide @ wide.T, deep @ deep.T
+        if not all(math.isfinite(gram.trace()) for gram in grams):  # which takes less than to look at all entries
+            _check_finite(x, d, key)
+        atoms = atoms_of_factors(wide, deep, *grams)
     else:
+        _check_finite(x, d, key)
         gradient = contract(x.float(), d.float())
         channel = d.dim() - 1 if gradient.dim() == 2 else 1  # of a linear layer the last, of a convolution the second
         bias = d.double().sum([i for i in range(d.dim()) if i != channel])
         atoms = atoms_of_matrix(torch.cat([gradient.reshape(gradient.shape[0], -1).double(), bias[:, None]], 1))
-    if atoms.weights.numel() and not float(atoms.weights[0]) < _LARGEST:
+    weights = atoms.weights.cpu().numpy()
+    if len(weights) and not weights[0] < _LARGEST:
         raise NonFiniteError(f"the gradient of {key.name!r} reaches beyond float32")
-    kept = int((atoms.weights.to(torch.bfloat16) > 0).sum())
+    if not len(weights) or np.float32(weights[-1]) > _LEAST:
+        return atoms
+    kept = int((weights.astype(np.float32) > _LEAST).sum())
     return Atoms(atoms.weights[:kept], atoms.left.first(kept), atoms.right.first(kept))
 
 
-def atoms_of_factors(x: Tensor, d: Tensor) -> Atoms:
+def _check_finite(x: Tensor, d: Tensor, key: Key) -> None:
+    check_finite(x, f"the input of {key.name!r}")
+    check_finite(d, f"the output gradient of {key.name!r}")
+
+
+def atoms_of_factors(x: Tensor, d: Tensor, xx: Tensor, dd: Tensor) -> Atoms:
     """Singular triples of ``d^T x``, in O(r^2 (o + p) + r^3).
 
     Args:
-        x: ``[r, p]``, of any floating-point dtype.
-        d: ``[r, o]``.
+        x: float64 ``[r, p]``.
+        d: float64 ``[r, o]``.
+        xx: ``x x^T``.
+        dd: ``d d^T``.
     """
-    x, d = x.double(), d.double()
-    lengths, basis = _directions(x @ x.T)
+    lengths, basis = _directions(xx)
     mixing = basis * lengths  # E L^1/2: K = mixing^T D
-    weights, rotation = _directions(mixing.T @ (d @ d.T) @ mixing)
+    weights, rotation = _directions(mixing.T @ dd @ mixing)
     left, right = (mixing @ rotation / weights).T, (basis / lengths @ rotation).T
     return Atoms(weights, Vectors(d, left), Vectors(x, right))
 
@@ -127,6 +143,6 @@ def atoms_of_matrix(gradient: Tensor) -> Atoms:
 def _directions(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Lengths and directions ``[r, j]`` by the rows' Gram matrix, the longest first, without those that are noise."""
     values, basis = torch.linalg.eigh(gram)
-    values, basis = values.flip(0), basis.flip(1)
-    kept = int((values > _NOISE * len(values) * values[:1].clamp_min(0)).sum())
-    return values[:kept].sqrt(), basis[:, :kept]
+    rising = values.cpu().numpy()
+    kept = len(rising) - int(rising.searchsorted(_NOISE * len(rising) * rising.max(initial=0.0), side="right"))
+    return values.flip(0)[:kept].sqrt(), basis.flip(1)[:, :kept]

@@ -55,6 +55,10 @@ def quantize(x: Reals, dither: Reals | None) -> Ints:
 def dequantize(symbols: Ints, dither: Reals | None, group: Ints, steps: Reals) -> Reals:
     """Entries ``[n]``, in units of their root mean square; see :func:`encode_symbols` for the arguments."""
     if dither is not None:
+        if kernels := compiled("laplace", _HOST):
+            entries = np.empty(len(symbols))
+            kernels.dequantize_dithered(symbols, dither, group, steps, entries)
+            return entries
         return (symbols - dither) * steps[group]
     e = steps * _INVERSE_SCALE
     r = _decay(e)
@@ -118,14 +122,17 @@ def encode_symbols(symbols: Ints, dither: Reals | None, group: Ints, steps: Real
     Raises:
         CodecError: a symbol is too large.
     """
-    largest = int(np.abs(symbols).max(initial=1))
-    if (largest - 1) >> digits:
-        raise CodecError(f"symbol of magnitude {largest} has more than {digits} digits")
     exponents = steps * _INVERSE_SCALE
     if dither is not None and (kernels := compiled("laplace", _HOST)):
         words = np.empty((digits + 1) * len(symbols) + 2, dtype=np.uint32)
-        size = kernels.encode_dithered(symbols, dither, group, *_tables(exponents, digits), words)
-        return _trimmed(words[:size])
+        size = kernels.encode_dithered(symbols, dither, group, exponents, digits, words)
+        if size >= 0:
+            return _trimmed(words[:size])
+        largest = -size
+    else:
+        largest = int(np.abs(symbols).max(initial=1))
+    if (largest - 1) >> digits:
+        raise CodecError(f"symbol of magnitude {largest} has more than {digits} digits")
     nonzero = symbols != 0
     magnitudes = np.abs(symbols[nonzero]) - 1
     coder, tables, large = constriction.stream.stack.AnsCoder(), _digits(exponents, digits), group[nonzero]
@@ -137,12 +144,6 @@ def encode_symbols(symbols: Ints, dither: Reals | None, group: Ints, steps: Real
 
 def _trimmed(words: npt.NDArray[np.uint32]) -> bytes:
     return words.astype("<u4").tobytes().rstrip(b"\0")
-
-
-def _tables(exponents: Reals, digits: int) -> tuple[Reals, Reals, Ints]:
-    """What the kernels take after symbols, dither and group."""
-    zeros = _digits(exponents, digits)[:, :, 0].astype(np.int64) + 1
-    return exponents, _decay(exponents), zeros
 
 
 def decode_symbols(data: bytes, dither: Reals | None, group: Ints, steps: Reals, digits: int) -> Ints:
@@ -157,7 +158,7 @@ def decode_symbols(data: bytes, dither: Reals | None, group: Ints, steps: Reals,
     exponents = steps * _INVERSE_SCALE
     if dither is not None and (kernels := compiled("laplace", _HOST)):
         found: Ints = np.empty(len(group), dtype=np.int64)
-        if not kernels.decode_dithered(words, dither, group, *_tables(exponents, digits), found):
+        if not kernels.decode_dithered(words, dither, group, exponents, digits, found):
             raise CodecError(f"a code of symbols holds more than its {len(group)} symbols")
         return found
     coder = constriction.stream.stack.AnsCoder(words)

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from isgq.codecs.rotation_sides import FINEST_CODE, Ints, Reals
 from isgq.core.errors import CodecError
 
-ENTRY_BYTES, COUNT_BYTES = 4, 2
+_ENTRY = np.dtype([("weight", "<u2"), ("codes", "u1", 2)])  # a bfloat16 is the upper half of a float32
+ENTRY_BYTES, COUNT_BYTES = _ENTRY.itemsize, 2
 MOST_ATOMS = (1 << 16) - 1
 
 
@@ -29,8 +29,9 @@ class Head:
     def pack(self) -> bytes:
         """As the module :mod:`isgq.codecs.rotated` lays it out."""
         entries = len(self.weights) - max(self.light - 1, 0)
-        weights = torch.from_numpy(self.weights[:entries]).to(torch.bfloat16).view(torch.int16).numpy().astype("<i2")
-        rows = np.concatenate([weights.view(np.uint8).reshape(-1, 2), self.codes[:entries].astype(np.uint8)], 1)
+        rows = np.empty(entries, dtype=_ENTRY)
+        rows["weight"] = self.weights[:entries].astype(np.float32).view(np.uint32) >> 16
+        rows["codes"] = self.codes[:entries]
         return self.light.to_bytes(COUNT_BYTES, "little") + rows.tobytes()
 
     @staticmethod
@@ -48,10 +49,9 @@ class Head:
         light = light_of(head)
         if light and not entries:
             raise CodecError(f"head of a rotated payload has {light} light atoms and no entry for them")
-        rows = np.frombuffer(head[COUNT_BYTES:], dtype=np.uint8).reshape(entries, ENTRY_BYTES)
-        raw = np.ascontiguousarray(rows[:, :2]).view("<i2").reshape(-1).astype(np.int16)
-        weights = torch.from_numpy(raw).view(torch.bfloat16).double().numpy()
-        codes = rows[:, 2:].astype(np.int64)
+        rows = np.frombuffer(head, dtype=_ENTRY, offset=COUNT_BYTES)
+        weights = (rows["weight"].astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        codes = rows["codes"].astype(np.int64)
         if not (np.isfinite(weights) & (weights > 0)).all() or (codes > FINEST_CODE).any():
             raise CodecError(f"head of a rotated payload has weights {weights} and step codes {codes.tolist()}")
         repeats = np.ones(entries, dtype=np.int64)

@@ -32,6 +32,7 @@ import torch
 from isgq.codecs.eus_plan import usa
 from isgq.codecs.eus_sample import systematic
 from isgq.codecs.rotation_sides import COARSEST, FINEST_CODE, Ints, Reals, Side, step_table
+from isgq.core.kernels import compiled
 
 ATOM_BITS = 32
 """What a heavy atom takes besides its symbols: weight and step codes."""
@@ -39,6 +40,7 @@ ATOM_BITS = 32
 FIXED_BITS = 16 + 32 + 40
 """What every record takes: counts, the entry of the light atoms, and about what the frame takes."""
 
+_HOST = torch.device("cpu")
 _DEAD_ZONE_EXCESS = 0.05  # bits of an entry above the rate of a Gaussian
 
 
@@ -51,21 +53,27 @@ class Curve:
         kappa: ``[c]`` relative variance of an atom that is sent.
         codes: ``[c, 2]`` of left and right.
         light: which is best for light atoms.
+        losses: ``[c - 1]``: kappa's (negative) growth for a bit, from each pair to the next.
     """
 
     bits: Reals
     kappa: Reals
     codes: Ints
     light: int
-    _losses: Reals = field(init=False, repr=False)
+    losses: Reals = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # kappa falls by less and less for a bit: take bits while a bit takes away slope / w^2 or more
-        object.__setattr__(self, "_losses", np.diff(self.kappa) / np.diff(self.bits))
+        object.__setattr__(self, "losses", np.diff(self.kappa) / np.diff(self.bits))
+
+    @property
+    def of_light(self) -> tuple[float, float]:
+        """Kappa and symbols' bits of a light atom."""
+        return float(self.kappa[self.light]), float(self.bits[self.light]) - ATOM_BITS
 
     def heavy(self, squares: Reals, slope: float) -> Ints:
         """Which pair is best for each heavy atom, by the squares of their weights."""
-        chosen: Ints = self._losses.searchsorted(-slope / squares, side="right")
+        chosen: Ints = self.losses.searchsorted(-slope / squares, side="right")
         return chosen
 
 
@@ -172,15 +180,20 @@ def plan_at_slope(spectrum: Spectrum, slope: float) -> Plan:
         slope: squared gradient a bit, positive.
     """
     c = curve(spectrum.left, spectrum.right)
-    bits, kappa = float(c.bits[c.light]) - ATOM_BITS, float(c.kappa[c.light])
+    kappa, bits = c.of_light
     tau = math.sqrt(slope * bits / (1 + kappa))
     heavy = int(spectrum.rising.searchsorted(-tau, side="right"))
     squares = spectrum.squares[:heavy]
     chosen = c.heavy(squares, slope)
     light, energy = (float(rest[heavy]) for rest in spectrum.rests)
-    variance = squares @ c.kappa[chosen] + light * tau * (1 + kappa) - energy
-    total = c.bits[chosen].sum() + light / tau * bits + FIXED_BITS
-    return Plan(heavy, c.codes[chosen], c.codes[c.light], tau, float(variance), float(total))
+    variance = _sum(squares * c.kappa[chosen]) + light * tau * (1 + kappa) - energy
+    total = _sum(c.bits[chosen]) + light / tau * bits + FIXED_BITS
+    return Plan(heavy, c.codes[chosen], c.codes[c.light], tau, variance, total)
+
+
+def _sum(values: Reals) -> float:
+    """One after the other, as the kernel adds, which numpy's sum does not."""
+    return float(np.cumsum(values)[-1]) if len(values) else 0.0
 
 
 def mmse_plan_at_slope(spectrum: Spectrum, slope: float) -> Plan:
@@ -208,25 +221,58 @@ def mmse_plan_at_slope(spectrum: Spectrum, slope: float) -> Plan:
 
 def slope_for_bits(spectra: Sequence[Spectrum], bits: float, planner: Planner = plan_at_slope) -> float:
     """The smallest slope at which the plans of all spectra together take no more bits, if any is large enough."""
-    return _bisect(spectra, planner, lambda plans: math.fsum(plan.bits for plan in plans) <= bits)[1]
+    return _bisect(spectra, planner, lambda totals: math.fsum(totals[1]) <= bits)[1]
 
 
 def slope_for_variance(spectra: Sequence[Spectrum], variance: float, planner: Planner = plan_at_slope) -> float:
     """The largest slope at which the plans of all spectra together have no more variance."""
-    return _bisect(spectra, planner, lambda plans: math.fsum(plan.variance for plan in plans) > variance)[0]
+    return _bisect(spectra, planner, lambda totals: math.fsum(totals[0]) > variance)[0]
 
 
-def _bisect(spectra: Sequence[Spectrum], planner: Planner, above: Callable[[list[Plan]], bool]) -> tuple[float, float]:
-    """Two slopes 1.0003 apart, between which ``above`` of the plans turns true."""
-    energy = math.fsum(spectrum.energy for spectrum in spectra)
+def _bisect(spectra: Sequence[Spectrum], planner: Planner, above: Callable[[Reals], bool]) -> tuple[float, float]:
+    """Two slopes 1.0003 apart, between which ``above`` of the plans' variances and bits ``[2, spectra]`` turns true."""
+    energy, totals = math.fsum(spectrum.energy for spectrum in spectra), _totals(spectra, planner)
     low, high = -70.0, 40.0  # log2, in units of the energy
     for _ in range(18):
         middle = (low + high) / 2
-        if above([planner(spectrum, energy * 2.0**middle) for spectrum in spectra]):
+        if above(totals(energy * 2.0**middle)):
             high = middle
         else:
             low = middle
     return energy * float(2.0**low), energy * float(2.0**high)
+
+
+def _totals(spectra: Sequence[Spectrum], planner: Planner) -> Callable[[float], Reals]:
+    """Variance and bits of the plan of each spectrum, by the slope: ``[2, spectra]``."""
+    totals = np.empty((2, len(spectra)))
+    kernels = compiled("choose", _HOST) if planner is plan_at_slope else None
+    if kernels is None:
+
+        def by_plans(slope: float) -> Reals:
+            plans = [planner(spectrum, slope) for spectrum in spectra]
+            totals[:] = [plan.variance for plan in plans], [plan.bits for plan in plans]
+            return totals
+
+        return by_plans
+    weights = np.concatenate([spectrum.weights for spectrum in spectra])
+    ends = np.cumsum([len(spectrum.weights) for spectrum in spectra])
+    curves = _curves(tuple((spectrum.left, spectrum.right) for spectrum in spectra))
+
+    def by_kernel(slope: float) -> Reals:
+        kernels.plan_totals(weights, ends, *curves, slope, FIXED_BITS, totals)
+        return totals
+
+    return by_kernel
+
+
+@functools.lru_cache(maxsize=16)
+def _curves(sides: tuple[tuple[Side, Side], ...]) -> tuple[Reals, Reals, Reals, Ints, Reals, Reals]:
+    """What the kernel takes of all curves."""
+    curves = [curve(*each) for each in sides]
+    losses, kappa, bits = (np.concatenate([getattr(c, name) for c in curves]) for name in ("losses", "kappa", "bits"))
+    places = np.cumsum([0, *(len(c.bits) for c in curves)])
+    light_kappa, light_bits = np.array([c.of_light for c in curves]).T.copy()
+    return losses, kappa, bits, places, light_kappa, light_bits
 
 
 def expected_bits(spectrum: Spectrum, plan: Plan, light: int) -> float:
@@ -245,17 +291,18 @@ def draw(weights: torch.Tensor, plan: Plan, digest: int) -> tuple[Ints, Reals]:
     up for what is missing, and is not sent.
 
     Args:
-        weights: float64 ``[j]`` of the spectrum.
+        weights: float64 ``[j]`` of the spectrum, on the host.
         plan: of the same.
         digest: names the draw.
     """
-    index, light, weights = torch.arange(plan.heavy), weights[plan.heavy :], weights[: plan.heavy]
+    light = weights[plan.heavy :]
+    index, sent = np.arange(plan.heavy), weights[: plan.heavy].numpy()
     if plan.tau and light.numel():
         expected = float(light.sum()) / plan.tau
         count = max(1, math.ceil(expected - 1e-9))
-        pool = torch.cat([light, light.new_full((1,), max(0.0, count - expected) * plan.tau)])
-        drawn = systematic(pool, count, digest)
-        drawn = drawn[drawn < light.numel()]
-        index = torch.cat([index, plan.heavy + drawn])
-        weights = torch.cat([weights, weights.new_full((drawn.numel(),), plan.tau)])
-    return index.numpy(), weights.numpy()
+        pool = np.append(light.numpy(), max(0.0, count - expected) * plan.tau)
+        drawn = systematic(torch.from_numpy(pool), count, digest).numpy()
+        drawn = drawn[: drawn.searchsorted(light.numel())]
+        index = np.concatenate([index, plan.heavy + drawn])
+        sent = np.concatenate([sent, np.full(len(drawn), plan.tau)])
+    return index, sent

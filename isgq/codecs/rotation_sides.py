@@ -113,23 +113,15 @@ class Side:
         bits: Reals = rate(self._steps**2 / 12 / energy) @ counts
         return bits
 
-    def ladder(self, codes: Ints) -> tuple[Reals, Reals, Ints]:
-        """Steps of vectors with these step codes.
+    @property
+    def classes(self) -> Ints:
+        """Which class each coordinate belongs to, those of one energy being one: ``[n]``."""
+        return self._classes[1]
 
-        Args:
-            codes: ``[k]``.
-
-        Returns:
-            Steps that occur, the same in units of their entries' root mean square, and which of them each entry has:
-            ``[k n]``.
-        """
-        energy, classes, _ = self._classes
-        used, place = np.unique(codes, return_inverse=True)
-        steps = self._steps[used]
-        if self.energy is None:  # one class
-            return steps[:, 0], steps[:, 0], np.repeat(place, self.size)
-        group = place.reshape(-1, 1) * len(energy) + classes
-        return steps.reshape(-1), (steps / np.sqrt(energy)).reshape(-1), group.reshape(-1)
+    def ladder(self, low: int, high: int) -> tuple[Reals, Reals]:
+        """Steps by step code from ``low`` to ``high - 1`` and class, and the same by the class's root mean square."""
+        steps = self._steps[low:high]
+        return steps, steps if self.energy is None else steps / np.sqrt(self._classes[0])
 
     def noise_of(self, codes: Ints) -> Reals:
         """Expected squared error of each entry of vectors with these step codes: ``[k, n]``."""
@@ -140,9 +132,9 @@ class Side:
         """Vectors ``[k, n]`` in these coordinates."""
         return vectors if self.basis is None else vectors @ self.basis.T
 
-    def turn_back(self, vectors: torch.Tensor) -> torch.Tensor:
+    def turn_back(self, vectors: Reals) -> Reals:
         """Vectors ``[k, n]`` from these coordinates."""
-        return vectors if self.basis is None else vectors @ self.basis
+        return vectors if self.basis is None else (torch.from_numpy(vectors) @ self.basis).numpy()
 
 
 @functools.lru_cache(maxsize=256)

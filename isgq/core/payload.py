@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from isgq.core.errors import CodecError
+from isgq.core.outer import outer_sum
 
 Contract = Callable[[Tensor, Tensor], Tensor]
 """``(x, d) -> weight gradient``, linear in either argument; what an adapter computes for its module."""
@@ -49,7 +50,7 @@ class LowRank:
     def weight(self, out: Tensor | None = None) -> Tensor:
         """The weight's gradient as a matrix ``[o, p - 1]``; written to ``out``, contiguous, if given."""
         right = self.right[:, :-1]
-        return torch.mm(self.left.T, right, out=None if out is None else out.view(self.left.shape[1], right.shape[1]))
+        return outer_sum(self.left, right, None if out is None else out.view(self.left.shape[1], right.shape[1]))
 
     def bias(self) -> Tensor:
         """The bias's gradient ``[o]``."""

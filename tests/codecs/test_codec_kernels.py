@@ -9,8 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from isgq.codecs import codec, rotation_code
+from isgq.codecs import codec, rotation_code, rotation_plan
+from isgq.codecs.bases import Known
+from isgq.codecs.eus_sample import systematic
 from isgq.codecs.nested import NestedDithered
+from isgq.codecs.rotation_grid import Grid, scale
+from isgq.codecs.rotation_plan import Spectrum, plan_at_slope, slope_for_bits, slope_for_variance
+from isgq.codecs.rotation_sides import Side, standard
 from isgq.core.errors import CodecError
 from isgq.core.kernels import compiled, disabled
 from isgq.core.keys import Key, random_int32, uniform
@@ -158,3 +163,90 @@ def test_atoms_are_coded_alike(count: int, steps: list[float]) -> None:
                 except CodecError as error:
                     outcomes.append(str(error))
         assert outcomes[0] == outcomes[1]
+
+
+def test_too_large_symbols_are_refused_alike() -> None:
+    symbols, dither, group = np.array([1, -9, 8]), np.zeros(3), np.zeros(3, dtype=np.int64)
+    for context in (nullcontext(), disabled()):
+        with context, pytest.raises(CodecError, match="symbol of magnitude 9 has more than 3 digits"):
+            rotation_code.encode_symbols(symbols, dither, group, np.ones(1), 3)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 200])
+@pytest.mark.parametrize("learned", [False, True])
+def test_vectors_have_the_same_grid_and_symbols(count: int, learned: bool) -> None:
+    generator = np.random.default_rng(count)
+    sizes = (40, 7)
+    if learned:
+        turn = torch.linalg.qr(torch.randn(40, 40, dtype=torch.float64)).Q
+        sides = Side(40, np.sort(generator.integers(60, 100, 40)), turn), standard(7)
+    else:
+        sides = standard(40), standard(7)
+    codes = generator.integers(0, 128, (count, 2))
+    left, right = (generator.standard_normal((count, size)) / math.sqrt(size) for size in sizes)
+    results = []
+    for context in (nullcontext(), disabled()):
+        with context:
+            grid = Grid.of(codes, Known(*sides), 0xFEDCBA9876543210)
+            assert grid.dither is not None
+            symbols = grid.symbols(np.asfortranarray(left), right)
+            code = grid.write(symbols)
+            assert np.array_equal(grid.read(code), symbols)
+            arrays = grid.ladder.steps, grid.ladder.relative, grid.group, grid.dither, *grid.vectors(symbols)
+            results.append([code, *(array.tobytes() for array in arrays), *(array.shape for array in arrays)])
+    assert results[0] == results[1]
+    steps = grid.ladder.steps[grid.group[: left.size]].reshape(left.shape)
+    assert (np.abs(grid.vectors(symbols)[0] - left * math.sqrt(40)) <= steps * 0.5001).all()
+
+
+def test_decoded_vectors_are_the_same_and_within_float32() -> None:
+    generator = np.random.default_rng(0)
+    left, right = generator.standard_normal((6, 50)) * 1e30, generator.standard_normal((6, 7)) * 1e38
+    weights = 10.0 ** np.array([-320.0, -45, 0, 8, 10, 38])
+    for one, other in (
+        (left, right),
+        (np.asfortranarray(left), right * 100),
+        (left[:0], right[:0]),
+        (left[:, :0], right),
+    ):
+        found = scale(one, other, weights[: len(one)])
+        assert all(side.dtype == torch.float32 and bool(side.isfinite().all()) for side in found)
+        with disabled():
+            plain = scale(one, other, weights[: len(one)])
+        assert list(map(bits, plain)) == list(map(bits, found))
+
+
+def test_one_slope_for_all_spectra_is_the_same_number() -> None:
+    generator = np.random.default_rng(0)
+    spectra = [
+        Spectrum(np.sort(generator.random(count) ** power)[::-1].copy(), standard(left), standard(right))
+        for count, power, left, right in ((64, 5, 300, 40), (0, 1, 5, 4), (1, 1, 7, 900), (200, 1, 1000, 300))
+    ]
+    energy = math.fsum(spectrum.energy for spectrum in spectra)
+    for asked in (1e-6, 0.01, 0.3, 1.0, 7.0, 1e9):
+        slopes = []
+        for context in (nullcontext(), disabled()):
+            with context:
+                slopes.append((slope_for_variance(spectra, asked * energy), slope_for_bits(spectra, 1e4 * asked)))
+        assert slopes[0] == slopes[1]
+
+
+@pytest.mark.parametrize("power", [-40, 0, 3, 90])
+def test_totals_are_those_of_the_plans(power: int) -> None:
+    spectra = [Spectrum(np.array(w), standard(9), standard(30)) for w in ([], [2.0], [3.0, 1.0, 1.0, 1e-3])]
+    found = rotation_plan._totals(spectra, plan_at_slope)(2.0**-power)
+    plans = [plan_at_slope(spectrum, 2.0**-power) for spectrum in spectra]
+    assert found.tolist() == [[plan.variance for plan in plans], [plan.bits for plan in plans]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_the_same_entries_are_drawn(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    for digest in range(300):
+        weights = torch.rand(64 + digest, dtype=torch.float64, generator=generator) ** (1 + digest % 3) + 0.3
+        weights[digest % 64] = 0.0
+        if digest % 5 == 0:
+            weights = weights.float()[::2]
+        drawn = systematic(weights, min(count, len(weights) // 3), digest)
+        with disabled():
+            assert torch.equal(systematic(weights, min(count, len(weights) // 3), digest), drawn)

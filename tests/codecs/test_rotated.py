@@ -174,6 +174,19 @@ def test_the_wire_keeps_it(case, spec):
     assert torch.equal(rebuilt(unpack(pack(payload)), isgq.codec(spec)), rebuilt(payload, codec))
 
 
+@pytest.mark.parametrize("spec", ["rotated", "rotated:mode=mmse,nmse=0.1", "rotated:atoms=2"])
+def test_senders_decode_what_receivers_do(spec):
+    """Without reading what they have written, unless it was replaced."""
+    payload = isgq.codec(spec).encode_pair(factors_of_many_directions(), linear_contract, KEY)
+    mine, theirs = (isgq.codec(spec).decode_pair(each) for each in (payload, unpack(pack(payload))))
+    assert torch.equal(mine.left, theirs.left)
+    assert torch.equal(mine.right, theirs.right)
+    empty = replace(
+        payload, d=replace(payload.d, tensors={"code": head()}), x=replace(payload.x, tensors={"head": head(0, 0)})
+    )
+    assert isgq.codec(spec).decode_pair(empty).left.shape == (0, 30)
+
+
 def test_nothing_to_send():
     for factors in (
         Factors(torch.zeros(4, 6), torch.zeros(4, 5)),

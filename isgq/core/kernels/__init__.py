@@ -34,7 +34,9 @@ _told: set[str] = set()  # types of devices whose lack of kernels has been told
 _disabled = 0  # how many blocks that disable kernels are being run
 
 
-def compiled(module: Literal["quantize", "search", "coding", "laplace"], device: torch.device) -> ModuleType | None:
+def compiled(
+    module: Literal["quantize", "search", "coding", "laplace", "choose", "outer"], device: torch.device
+) -> ModuleType | None:
     """The module of compiled kernels for tensors of a device; None where plain code has to do.
 
     Args:
