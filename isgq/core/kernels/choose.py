@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isgq.core.kernels.compiler import kernel
-from isgq.core.kernels.quantize import _mix, _State
+from isgq.core.kernels.quantize import State, mix
 
 _Reals = NDArray[np.float64]
 _Ints = NDArray[np.int64]
@@ -57,12 +57,12 @@ def plan_totals(
 
 
 @kernel
-def _order(state: _State, n: int) -> Any:
+def _order(state: State, n: int) -> Any:
     """Where the first n numbers of a stream stand among one another, as int32: by bytes, from the lowest on."""
     x, k1, k2, k3 = np.uint32(state[0]), np.uint32(state[1]), np.uint32(state[2]), np.uint32(state[3])
     keys, order = np.empty(n, dtype=np.uint32), np.arange(n)
     for i in range(n):
-        keys[i] = np.uint32(_mix(np.uint32(x + np.uint32(i)), k1, k2, k3) ^ np.uint32(1 << 31))
+        keys[i] = np.uint32(mix(np.uint32(x + np.uint32(i)), k1, k2, k3) ^ np.uint32(1 << 31))
     moved, starts = np.empty(n, dtype=np.int64), np.empty(257, dtype=np.int64)
     for shift in range(0, 32, 8):
         starts[:] = 0
@@ -80,7 +80,7 @@ def _order(state: _State, n: int) -> Any:
 
 @kernel
 def systematic(
-    weights: _Reals, count: int, above: float, shuffle: _State, turn: _State, begin: _State, out: _Ints
+    weights: _Reals, count: int, above: float, shuffle: State, turn: State, begin: State, out: _Ints
 ) -> int:  # fmt: skip
     """Positions of :func:`isgq.codecs.eus_sample._points_on_host`, each row being an entry.
 
@@ -98,10 +98,10 @@ def systematic(
     """
     n = len(weights)
     x, k1, k2, k3 = np.uint32(turn[0]), np.uint32(turn[1]), np.uint32(turn[2]), np.uint32(turn[3])
-    offset = np.int64(np.int32(_mix(x, k1, k2, k3))) % n
+    offset = np.int64(np.int32(mix(x, k1, k2, k3))) % n
     x, k1, k2, k3 = np.uint32(begin[0]), np.uint32(begin[1]), np.uint32(begin[2]), np.uint32(begin[3])
-    high = np.int64(_mix(x, k1, k2, k3)) & _HALF_BITS
-    low = np.int64(_mix(np.uint32(x + np.uint32(1)), k1, k2, k3)) & _HALF_BITS
+    high = np.int64(mix(x, k1, k2, k3)) & _HALF_BITS
+    low = np.int64(mix(np.uint32(x + np.uint32(1)), k1, k2, k3)) & _HALF_BITS
     start = (np.float64((high << np.int64(26)) + low) + 0.5) * 2.0**-52
     order = _order(shuffle, n)
     entries, cumulated, total = np.empty(n, dtype=np.int64), np.empty(n), 0.0

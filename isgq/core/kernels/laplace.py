@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isgq.core.kernels.compiler import kernel
-from isgq.core.kernels.quantize import _mix, _State, _uniform
+from isgq.core.kernels.quantize import State, mix, uniform
 
 _Reals = NDArray[np.float64]
 _Ints = NDArray[np.int64]
@@ -37,7 +37,7 @@ _BLOCK = 1024  # symbols whose frequencies are worked out together, which takes 
 def _lay_out(place: Any, classes: Any, state: Any, group: Any, dither: Any) -> None:
     x, k1, k2, k3 = np.uint32(state[0]), np.uint32(state[1]), np.uint32(state[2]), np.uint32(state[3])
     for i in range(len(dither)):
-        dither[i] = np.float64(_uniform(_mix(np.uint32(x + np.uint32(i)), k1, k2, k3)))
+        dither[i] = np.float64(uniform(mix(np.uint32(x + np.uint32(i)), k1, k2, k3)))
     for vector in range(len(place)):
         first, row = place[vector], group[vector * len(classes) : (vector + 1) * len(classes)]
         for i in range(len(classes)):
@@ -46,7 +46,7 @@ def _lay_out(place: Any, classes: Any, state: Any, group: Any, dither: Any) -> N
 
 @kernel
 def lay_out(
-    place: _Ints, left: _Ints, right: _Ints, left_state: _State, right_state: _State, group: _Ints, dither: _Reals
+    place: _Ints, left: _Ints, right: _Ints, left_state: State, right_state: State, group: _Ints, dither: _Reals
 ) -> None:  # fmt: skip
     """Group and dither of each entry of vectors; see :func:`isgq.codecs.rotation_grid._lay_out`."""
     split = len(place) * len(left)

@@ -18,7 +18,7 @@ from isgq.core.kernels.compiler import kernel
 _Floats = NDArray[np.float32]
 _Bytes = NDArray[np.uint8]
 _Words = NDArray[np.uint32]
-_State = tuple[int, int, int, int]
+State = tuple[int, int, int, int]
 
 _U17, _U11, _U15, _U14 = np.uint32(17), np.uint32(11), np.uint32(15), np.uint32(14)
 _M1, _M2, _M3 = np.uint32(0xED5AD4BB), np.uint32(0xAC4C1B51), np.uint32(0x31848BAB)
@@ -37,7 +37,7 @@ def arrays(*tensors: Tensor) -> list[NDArray[Any]]:
 
 
 @kernel
-def _mix(x: Any, k1: Any, k2: Any, k3: Any) -> Any:
+def mix(x: Any, k1: Any, k2: Any, k3: Any) -> Any:
     """The hash of :mod:`isgq.core.keys`, of uint32."""
     x = np.uint32(x ^ np.uint32(x >> _U17))
     x = np.uint32(np.uint32(x * _M1) + k1)
@@ -49,7 +49,7 @@ def _mix(x: Any, k1: Any, k2: Any, k3: Any) -> Any:
 
 
 @kernel
-def _uniform(x: Any) -> Any:
+def uniform(x: Any) -> Any:
     """:func:`isgq.core.keys.to_uniform` of one word."""
     return np.float32(np.int32(np.int32(np.int32(x) >> np.int32(7)) | np.int32(1))) * _UNIT
 
@@ -68,27 +68,27 @@ def _clamp(t: Any, low: Any, high: Any) -> Any:
 
 
 @kernel
-def words(state: _State, out: _Words) -> None:
+def words(state: State, out: _Words) -> None:
     """Random words from the first of ``out`` on."""
     x, k1, k2, k3 = np.uint32(state[0]), np.uint32(state[1]), np.uint32(state[2]), np.uint32(state[3])
     for i in range(len(out)):
-        out[i] = _mix(np.uint32(x + np.uint32(i)), k1, k2, k3)
+        out[i] = mix(np.uint32(x + np.uint32(i)), k1, k2, k3)
 
 
 @kernel
-def uniforms(state: _State, out: _Floats) -> None:
+def uniforms(state: State, out: _Floats) -> None:
     """Random numbers in (-1/2, 1/2)."""
     x, k1, k2, k3 = np.uint32(state[0]), np.uint32(state[1]), np.uint32(state[2]), np.uint32(state[3])
     for i in range(len(out)):
-        out[i] = _uniform(_mix(np.uint32(x + np.uint32(i)), k1, k2, k3))
+        out[i] = uniform(mix(np.uint32(x + np.uint32(i)), k1, k2, k3))
 
 
 @kernel
-def flip_signs(state: _State, bits: _Words) -> None:
+def flip_signs(state: State, bits: _Words) -> None:
     """Flip the sign bit of each float32 ``[n]``, seen as bits, whose bit of the words is 0; 32 of them to a word."""
     x, k1, k2, k3 = np.uint32(state[0]), np.uint32(state[1]), np.uint32(state[2]), np.uint32(state[3])
     for at in range((len(bits) + 31) // 32):
-        word = np.uint32(~_mix(np.uint32(x + np.uint32(at)), k1, k2, k3))
+        word = np.uint32(~mix(np.uint32(x + np.uint32(at)), k1, k2, k3))
         part = bits[32 * at : 32 * at + 32]
         for i in range(len(part)):
             part[i] = np.uint32(part[i] ^ np.uint32(np.uint32(word >> np.uint32(i)) << np.uint32(31)))
@@ -96,7 +96,7 @@ def flip_signs(state: _State, bits: _Words) -> None:
 
 @kernel
 def dither(
-    flat: _Floats, divisor: _Floats, size: int, start: int, stop: int, state: _State,
+    flat: _Floats, divisor: _Floats, size: int, start: int, stop: int, state: State,
     levels: int, sparse: bool, out: _Bytes,
 ) -> None:  # fmt: skip
     """Symbols of the codec ``dithered``, subtractive or half."""
@@ -107,13 +107,13 @@ def dither(
         scale, counter = divisor[bucket], np.uint32(x + np.uint32(first - start))
         values, symbols = flat[first:last], out[first:last]
         for i in range(last - first):
-            u = _uniform(_mix(np.uint32(counter + np.uint32(i)), k1, k2, k3))
+            u = uniform(mix(np.uint32(counter + np.uint32(i)), k1, k2, k3))
             q = _round(_clamp(values[i] / scale + u, -most, most)) + most
             symbols[i] = zero if sparse and values[i] == 0 else np.uint8(np.int32(q))
 
 
 @kernel
-def dither_signs(flat: _Floats, divisor: _Floats, size: int, start: int, stop: int, state: _State, out: _Bytes) -> None:
+def dither_signs(flat: _Floats, divisor: _Floats, size: int, start: int, stop: int, state: State, out: _Bytes) -> None:
     """Symbols of the codec ``dithered``, one_bit."""
     x, k1, k2, k3 = np.uint32(state[0]), np.uint32(state[1]), np.uint32(state[2]), np.uint32(state[3])
     for bucket in range(start // size, (stop - 1) // size + 1):
@@ -121,13 +121,13 @@ def dither_signs(flat: _Floats, divisor: _Floats, size: int, start: int, stop: i
         scale, counter = divisor[bucket], np.uint32(x + np.uint32(first - start))
         values, symbols = flat[first:last], out[first:last]
         for i in range(last - first):
-            u = _uniform(_mix(np.uint32(counter + np.uint32(i)), k1, k2, k3))
+            u = uniform(mix(np.uint32(counter + np.uint32(i)), k1, k2, k3))
             symbols[i] = np.uint8(values[i] / scale + _TWO * u >= 0)
 
 
 @kernel
 def dither_part(
-    flat: _Floats, size: int, state: _State, levels: int, signs: bool, sparse: bool, scales: _Floats, out: _Bytes
+    flat: _Floats, size: int, state: State, levels: int, signs: bool, sparse: bool, scales: _Floats, out: _Bytes
 ) -> bool:
     """Scales and symbols of a tensor that is a single part; False, and nothing of use, where it is not finite."""
     bits, peaks, divisors = flat.view(np.uint32), scales.view(np.uint32), np.empty_like(scales)
@@ -150,7 +150,7 @@ def dither_part(
 
 @kernel
 def undither(
-    symbols: _Bytes, scales: _Floats, size: int, start: int, stop: int, state: _State,
+    symbols: _Bytes, scales: _Floats, size: int, start: int, stop: int, state: State,
     step: int, shift: int, sparse: bool, out: _Floats,
 ) -> None:  # fmt: skip
     """Decoded values of symbols q: ``step q - shift - step u`` in units of the scale; ``2 shift + 1`` is a zero."""
@@ -161,7 +161,7 @@ def undither(
         scale, counter = scales[bucket], np.uint32(x + np.uint32(first - start))
         given, values = symbols[first:last], out[first:last]
         for i in range(last - first):
-            u = _uniform(_mix(np.uint32(counter + np.uint32(i)), k1, k2, k3))
+            u = uniform(mix(np.uint32(counter + np.uint32(i)), k1, k2, k3))
             q = (each * np.float32(given[i]) - middle) - each * u
             q = _ZERO if sparse and given[i] == zero else q
             values[i] = _clamp(q * scale, -_LARGEST, _LARGEST)
@@ -169,7 +169,7 @@ def undither(
 
 @kernel
 def round_stochastic(
-    flat: _Floats, norm: _Floats, size: int, start: int, stop: int, state: _State, levels: int, out: _Bytes
+    flat: _Floats, norm: _Floats, size: int, start: int, stop: int, state: State, levels: int, out: _Bytes
 ) -> None:
     """Symbols of :func:`isgq.codecs.grid.round_stochastic`."""
     x, k1, k2, k3 = np.uint32(state[0]), np.uint32(state[1]), np.uint32(state[2]), np.uint32(state[3])
@@ -180,7 +180,7 @@ def round_stochastic(
         values, symbols = flat[first:last], out[first:last]
         for i in range(last - first):
             t = np.int32(_clamp(values[i] / scale, -_ONE, _ONE) * factor)
-            u = np.int32(np.int32(_mix(np.uint32(counter + np.uint32(i)), k1, k2, k3)) >> np.int32(8))
+            u = np.int32(np.int32(mix(np.uint32(counter + np.uint32(i)), k1, k2, k3)) >> np.int32(8))
             k = np.int32(np.int32(np.int32(t + u) + half) >> np.int32(24))
             symbols[i] = np.uint8(np.int32(k + middle))
 
@@ -212,7 +212,7 @@ def rescale(
 
 @kernel
 def nest(
-    flat: _Floats, divisor: _Floats, size: int, start: int, stop: int, state: _State,
+    flat: _Floats, divisor: _Floats, size: int, start: int, stop: int, state: State,
     levels: int, ratio: int, out: _Bytes,
 ) -> None:  # fmt: skip
     """Symbols of the codec ``nested_dithered``."""
@@ -223,14 +223,14 @@ def nest(
         scale, counter = divisor[bucket], np.uint32(x + np.uint32(first - start))
         values, symbols = flat[first:last], out[first:last]
         for i in range(last - first):
-            u = _uniform(_mix(np.uint32(counter + np.uint32(i)), k1, k2, k3))
+            u = uniform(mix(np.uint32(counter + np.uint32(i)), k1, k2, k3))
             n = _round(_clamp(values[i] / scale + u, -most, most))
             symbols[i] = np.uint8(np.int32(n - _round(n * inverse) * turn + half))
 
 
 @kernel
 def unnest(
-    symbols: _Bytes, scales: _Floats, divisor: _Floats, size: int, start: int, stop: int, state: _State,
+    symbols: _Bytes, scales: _Floats, divisor: _Floats, size: int, start: int, stop: int, state: State,
     levels: int, ratio: int, out: _Floats,
 ) -> None:  # fmt: skip
     """Decoded values of the codec ``nested_dithered``, in the place of the receiver's guess."""
@@ -241,7 +241,7 @@ def unnest(
         scale, step, counter = scales[bucket], divisor[bucket], np.uint32(x + np.uint32(first - start))
         given, values = symbols[first:last], out[first:last]
         for i in range(last - first):
-            u = _uniform(_mix(np.uint32(counter + np.uint32(i)), k1, k2, k3))
+            u = uniform(mix(np.uint32(counter + np.uint32(i)), k1, k2, k3))
             remainder = np.float32(given[i]) - half
             lowest, highest = -_round((remainder + reach) / turn), _round((-remainder + reach) / turn)
             turns = _clamp(_round((values[i] / step + u - remainder) / turn), lowest, highest)
