@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isgq.core.kernels.compiler import kernel, multiply_high
+from isgq.core.kernels.compiler import bit_count, kernel, multiply_high
 
 _Bytes = NDArray[np.uint8]
 _Words = NDArray[np.uint32]
@@ -21,6 +21,7 @@ _TOTAL_BITS = np.uint64(24)
 _QUANTILE = np.uint64((1 << 24) - 1)
 _WORD_BITS = np.uint64(32)
 _WORD = np.uint64(0xFFFFFFFF)
+_EVEN_BITS = np.uint64(0x5555555555555555)
 _FULL_SHIFT = np.uint64(64 - 24)
 _ONE = np.uint64(1)
 _LOOKUP_BITS = 10
@@ -30,9 +31,13 @@ _LANES = 8  # streams side by side: the next symbol of one waits for the last
 
 
 @kernel
-def pack_digits(digits: _Bytes, base: int, out: _Bytes) -> None:
-    """Byte j is ``sum_c digits[j + c m] base**c``, m being the number of bytes: see :mod:`isgq.wire.bits`."""
-    size, factor = len(out), np.uint8(base)
+def pack_digits(digits: _Bytes, base: int, out: _Bytes) -> int:
+    """Byte j is ``sum_c digits[j + c m] base**c``, m being the number of bytes: see :mod:`isgq.wire.bits`.
+
+    Returns:
+        The largest digit, which may not be below the base: the bytes mean nothing then.
+    """
+    size, factor, largest = len(out), np.uint8(base), np.uint8(0)
     for first in range(0, size, _BLOCK):
         total = out[first : first + _BLOCK]
         total[:] = np.uint8(0)
@@ -42,6 +47,9 @@ def pack_digits(digits: _Bytes, base: int, out: _Bytes) -> None:
                 total[j] = np.uint8(total[j] * factor)
             for j in range(len(row)):
                 total[j] = np.uint8(total[j] + row[j])
+            for j in range(len(row)):
+                largest = max(largest, row[j])
+    return int(largest)
 
 
 @kernel
@@ -80,6 +88,18 @@ def count_bytes(values: _Bytes, out: _Ints) -> None:
     for t in range(_TABLES):
         for value in range(256):
             out[value] += tables[t, value]
+
+
+@kernel
+def count_pairs(words: NDArray[np.uint64]) -> tuple[int, int, int]:
+    """How many pairs of bits have the lower bit set, how many the upper one, and how many both."""
+    low = high = both = np.uint64(0)
+    for word in words:
+        lower, upper = word & _EVEN_BITS, word >> _ONE & _EVEN_BITS
+        low += bit_count(lower)
+        high += bit_count(upper)
+        both += bit_count(lower & upper)
+    return int(low), int(high), int(both)
 
 
 @kernel
