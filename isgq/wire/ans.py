@@ -94,13 +94,14 @@ def ans_encode(values: npt.NDArray[np.integer], table: _Ints) -> bytes:
     """
     if values.dtype == np.uint8 and (kernels := compiled("coding", _HOST)):
         out = np.empty(len(values) + 2, dtype=np.uint32)
-        return _to_bytes(out[: kernels.ans_encode(values, table, out)])
+        return to_bytes(out[: kernels.ans_encode(values, table, out)])
     coder = constriction.stream.stack.AnsCoder()
     coder.encode_reverse(values.astype(np.int32), _categorical(table))
-    return _to_bytes(coder.get_compressed())
+    return to_bytes(coder.get_compressed())
 
 
-def _to_bytes(words: npt.NDArray[np.uint32]) -> bytes:
+def to_bytes(words: npt.NDArray[np.uint32]) -> bytes:
+    """Little-endian, without the zero bytes at their end."""
     return words.astype("<u4", copy=False).tobytes().rstrip(b"\0")
 
 

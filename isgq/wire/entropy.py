@@ -17,8 +17,6 @@ is filled up with zeros. So what a receiver allocates is bounded by what it rece
 """
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -28,7 +26,6 @@ import zstandard
 from torch import Tensor
 
 from isgq.core.errors import OptionError, WireError
-from isgq.core.kernels import compiled
 from isgq.core.payload import Symbols, symbol_dtype
 from isgq.wire.ans import ans_decode, ans_encode
 from isgq.wire.bits import pack_symbols, packed_size, unpack_symbols, whole_digits
@@ -76,6 +73,9 @@ class Coder(enum.IntEnum):
 
 
 _BY_WEIGHTS = {COARSE: Coder.ANS_COARSE, FINE: Coder.ANS_FINE}
+
+WEIGHTED = frozenset(_BY_WEIGHTS.values())
+"""The coders of symbols by ANS."""
 
 Coded = tuple[Coder, bytes | memoryview]
 """A coder and a body."""
@@ -197,63 +197,6 @@ def decode_stream(coder: Coder, body: Tensor, count: int, alphabet: int, device:
         )
     size = packed_size(count, alphabet, whole_digits)
     return unpack_symbols(_unans(body, size, 256, coder.weight_bits).to(device), count, alphabet, whole_digits)
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """Where a stream lies in some bytes: the arguments of :func:`decode_stream`."""
-
-    coder: Coder
-    body: slice
-    count: int
-    alphabet: int
-
-    def decode(self, data: Tensor, device: torch.device) -> Tensor:
-        """The symbols; WireError as of :func:`decode_stream`."""
-        return decode_stream(self.coder, data[self.body], self.count, self.alphabet, device)
-
-
-def decode_together(streams: Sequence[Stream], data: Tensor) -> list[Tensor | None]:
-    """The symbols, on the CPU, of those streams that are decoded faster side by side; None for all others.
-
-    Also for those that are malformed, of which :func:`decode_stream` tells what is wrong.
-
-    Args:
-        streams: checked as for :func:`decode_stream`.
-        data: uint8, on the CPU, in which they lie.
-    """
-    found: list[Tensor | None] = [None] * len(streams)
-    by_ans = [i for i, s in enumerate(streams) if s.coder in _BY_WEIGHTS.values() and 1 < s.alphabet <= 256 and s.count]
-    kernels = compiled("coding", data.device)
-    if kernels is None or len(by_ans) < 2:
-        return found
-    raw, chosen, fields, tables, place, shares = data.numpy(), [], [], [], 0, 0
-    for i in sorted(by_ans, key=lambda i: -streams[i].count):
-        stream = streams[i]
-        start = stream.body.start + packed_size(stream.alphabet, 1 << stream.coder.weight_bits)
-        table = _table(raw[stream.body.start : start].tobytes(), stream) if start <= stream.body.stop else None
-        if table is None or (start < stream.body.stop and not raw[stream.body.stop - 1]):
-            continue
-        chosen.append(i)
-        fields.append((start, stream.body.stop, stream.count, place, shares, shares + stream.alphabet))
-        tables.append(table)
-        place, shares = place + stream.count, shares + stream.alphabet
-    if not fields:
-        return found
-    symbols, good = np.empty(place, dtype=np.uint8), np.empty(len(fields), dtype=np.bool_)
-    kernels.ans_decode_together(raw, np.array(fields), np.concatenate(tables), symbols, good)
-    decoded = torch.split(torch.from_numpy(symbols), [streams[i].count for i in chosen])
-    for i, values, fine in zip(chosen, decoded, good, strict=True):
-        found[i] = values if fine else None
-    return found
-
-
-def _table(packed: bytes, stream: Stream) -> _Ints | None:
-    """The frequencies of a stream; None if it has no such table."""
-    try:
-        return frequencies_of(packed, stream.alphabet, stream.coder.weight_bits)
-    except WireError:
-        return None
 
 
 def _packed(symbols: Symbols) -> memoryview:

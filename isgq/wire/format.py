@@ -38,7 +38,7 @@ from isgq.wire.record import (
     digests_follow,
     read_record,
     read_sizes,
-    write_record,
+    write_records,
     write_sizes,
 )
 from isgq.wire.template import Form, Template, form_of
@@ -174,7 +174,8 @@ def _write(
     layouts = {layout: at for at, layout in enumerate(template.layouts)}
     new_layouts: Pieces = []
     bodies: list[Pieces] = []
-    for index, record in enumerate(records):
+    contents = write_records(records, coder, kind is Kind.IMPLIED)
+    for index, (record, content) in enumerate(zip(records, contents, strict=True)):
         layout, sizes = form = form_of(record)
         if form == template.form(index):
             said = varint(0)
@@ -183,7 +184,7 @@ def _write(
                 layouts[layout] = len(layouts)
                 new_layouts.append(write_layout(layout, names))
             said = varint(1 + layouts[layout]) + write_sizes(sizes, layout)
-        bodies.append([said, *write_record(record, coder, kind is Kind.IMPLIED)])
+        bodies.append([said, *content])
     new_names = list(names)[len(template.names) :]
     if _says_all(template, len(new_names), len(new_layouts), len(bodies)):
         head: Pieces = [_SHORT.pack(_SHORT_MARK | kind, 0)]

@@ -23,9 +23,10 @@ from torch import Tensor
 from isgq.core.errors import CodecError, WireError
 from isgq.core.payload import PairPayload, Payload, Symbols
 from isgq.wire.bits import packed_size
-from isgq.wire.entropy import Coder, CoderName, Stream, decode_together, encode_stream, minimum_size
+from isgq.wire.entropy import Coded, Coder, CoderName, encode_stream, minimum_size
 from isgq.wire.layout import Layout, PartLayout, Record, TensorLayout, digests_of, parts_of, shape_problem
 from isgq.wire.reader import Reader, varint
+from isgq.wire.together import Stream, decode_together, encode_together
 
 Pieces = list[bytes | memoryview]
 Digests = Sequence[int | Sequence[int]]
@@ -98,25 +99,31 @@ def _read_shape(reader: Reader, ndim: int, what: str) -> tuple[int, ...]:
     return shape
 
 
-def write_record(record: Record, coder: CoderName, implied_digest: bool) -> Pieces:
-    """Write digests and contents of a record.
+def write_records(records: Sequence[Record], coder: CoderName, implied_digest: bool) -> list[Pieces]:
+    """Write digests and contents of records.
 
     Args:
-        record: what to write.
-        coder: for its streams.
+        records: what to write.
+        coder: for their streams.
         implied_digest: leave the digests out.
 
     Raises:
         CodecError: symbols outside their alphabet.
         OptionError: unknown coder.
     """
+    streams = [stream for record in records for part in parts_of(record) for stream in part.symbols.values()]
+    known = iter(encode_together(streams, coder))
+    return [_write_record(record, coder, implied_digest, known) for record in records]
+
+
+def _write_record(record: Record, coder: CoderName, implied_digest: bool, known: Iterator[Coded | None]) -> Pieces:
     digests = [] if implied_digest else digests_of(record)
     out: Pieces = [digest.to_bytes(8, "little") for digest in digests]
     for part in parts_of(record):
         out += map(_raw, part.tensors.values())
         for name, symbols in part.symbols.items():
             try:
-                used, body = encode_stream(symbols, coder)
+                used, body = next(known) or encode_stream(symbols, coder)
             except CodecError as error:
                 raise CodecError(f"stream {name!r} of a {part.codec!r} payload has {error}") from error
             length = 0 if used is Coder.PACKED else len(body)

@@ -24,6 +24,9 @@ _WORD = np.uint64(0xFFFFFFFF)
 _EVEN_BITS = np.uint64(0x5555555555555555)
 _FULL_SHIFT = np.uint64(64 - 24)
 _ONE = np.uint64(1)
+_TOP_BIT = np.uint64(1 << 63)
+_HALF_TOTAL = np.uint64(1 << 23)
+_BYTE = 256  # values of a byte
 _LOOKUP_BITS = 10
 _LOOKUP_SHIFT = np.uint64(24 - 10)
 _BYTE_BITS = np.uint64(8)
@@ -88,6 +91,15 @@ def count_bytes(values: _Bytes, out: _Ints) -> None:
     for t in range(_TABLES):
         for value in range(256):
             out[value] += tables[t, value]
+
+
+@kernel
+def count_together(values: _Bytes, ends: _Ints, out: _Ints) -> None:
+    """:func:`count_bytes` of streams one after another, up to each of ``ends``: 256 counts each."""
+    start = 0
+    for stream in range(len(ends)):
+        count_bytes(values[start : ends[stream]], out[stream])
+        start = ends[stream]
 
 
 @kernel
@@ -172,6 +184,91 @@ def ans_encode(values: _Bytes, frequencies: _Ints, out: _Words) -> int:
         size += 1
         state >>= _WORD_BITS
     return size
+
+
+@kernel
+def _divide_by(frequencies: _Ints, rows: Any) -> None:
+    """What :func:`_push` needs of each symbol: its limit, an exact reciprocal (3), what is below it, what is beside it.
+
+    A state below ``f << 40`` divided by ``f`` is ``(state + plus) * factor >> 64 >> shift``; the factor is
+    ``2**(64 + shift) / f``, rounded up, or down with 1 to add, whichever is nearer. Source: T. Granlund and
+    P. Montgomery, "Division by invariant integers using multiplication", PLDI 1994.
+    """
+    below = np.uint64(0)
+    for symbol in range(len(frequencies)):
+        frequency, bits = np.uint64(frequencies[symbol]), np.uint64(0)
+        while _ONE << bits < frequency:
+            bits += _ONE
+        rest = _TOP_BIT % frequency << bits
+        up = (rest + frequency - _ONE) // frequency
+        factor, plus, shift = (_TOP_BIT // frequency << bits) + up, np.uint64(0), bits - _ONE
+        if frequency == _ONE:
+            factor, plus, shift = ~np.uint64(0), _ONE, np.uint64(0)
+        elif up * frequency - rest >= _HALF_TOTAL:
+            factor, plus = factor - _ONE, _ONE
+        row = rows[symbol]
+        row[0], row[1], row[2], row[3] = frequency << _FULL_SHIFT, factor, plus, shift
+        row[4], row[5] = below, (_ONE << _TOTAL_BITS) - frequency
+        below += frequency
+
+
+@kernel
+def _push(state: Any, rows: Any, at: Any, out: _Words, place: Any) -> Any:
+    """Code one symbol without any jump, which could not be foreseen; a word that is not yet full is overwritten."""
+    full = state >= rows[at, 0]
+    out[place] = np.uint32(state & _WORD)
+    state = state >> _WORD_BITS if full else state
+    quotient = multiply_high(state + rows[at, 2], rows[at, 1]) >> rows[at, 3]
+    return state + rows[at, 4] + quotient * rows[at, 5], place + np.uint64(full)
+
+
+@kernel
+def ans_encode_together(values: _Bytes, fields: _Ints, frequencies: _Ints, out: _Words, sizes: _Ints) -> None:
+    """:func:`ans_encode` for several streams, two at a time: the next symbol of one waits for the last.
+
+    Args:
+        values: the symbols of all streams.
+        fields: ``[streams, 5]``, best the longest first: where the symbols begin and end, where the words go, and where
+            the frequencies begin and end.
+        frequencies: of all streams.
+        out: all words; each stream needs room for two more than it has symbols, and there is one more at the end.
+        sizes: the number of words of each stream.
+    """
+    rows = np.zeros((2 * _BYTE, 6), dtype=np.uint64)
+    state, place, last = np.zeros((3, 2), dtype=np.uint64)
+    left, stream, coming = np.zeros(2, dtype=np.int64), np.full(2, -1), 0
+    while True:
+        for lane in range(2):
+            if left[lane]:
+                continue
+            if stream[lane] >= 0:
+                while state[lane]:
+                    out[place[lane]] = np.uint32(state[lane] & _WORD)
+                    place[lane] += _ONE
+                    state[lane] >>= _WORD_BITS
+                sizes[stream[lane]] = np.int64(place[lane]) - fields[stream[lane], 2]
+            stream[lane] = coming if coming < len(fields) else -1
+            if coming < len(fields):
+                start, stop, place[lane], low, high = fields[coming]
+                left[lane], last[lane] = stop - start, stop - 1
+                _divide_by(frequencies[low:high], rows[lane * _BYTE :])
+            coming += 1
+        for lane in range(2):
+            if stream[lane] < 0:
+                if stream[1 - lane] < 0:
+                    return
+                # A lane without a stream goes along at state 0.
+                place[lane], left[lane], last[lane] = len(out) - 1, left[1 - lane], last[1 - lane]
+                rows[lane * _BYTE : (lane + 1) * _BYTE] = np.uint64(0)
+                rows[lane * _BYTE : (lane + 1) * _BYTE, 0] = _TOP_BIT
+        steps = min(left)
+        (a, b), (to_a, to_b), (from_a, from_b) = state, place, last
+        for i in range(np.uint64(steps)):
+            a, to_a = _push(a, rows, np.uint64(values[from_a - i]), out, to_a)
+            b, to_b = _push(b, rows, np.uint64(values[from_b - i]) + np.uint64(_BYTE), out, to_b)
+        state[0], state[1], place[0], place[1] = a, b, to_a, to_b
+        last -= np.uint64(steps)
+        left -= steps
 
 
 @kernel
