@@ -89,6 +89,7 @@ def whole_digits(alphabet: int) -> Plan:
     return (Digits(256, 0, -(-(alphabet - 1).bit_length() // 8)),)
 
 
+@functools.lru_cache(maxsize=4096)
 def packed_size(count: int, alphabet: int, planner: Planner = tight_digits) -> int:
     """Bytes that ``count`` symbols take."""
     return sum(d.positions * _position_size(count, d.base) for d in planner(alphabet))

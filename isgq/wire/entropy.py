@@ -112,12 +112,13 @@ def encode_stream(symbols: Symbols, coder: CoderName = "auto") -> Coded:
     whole = _whole(symbols) if symbols.values.numel() >= LARGE else None
     in_bytes = None
     if symbols.alphabet > ANS_ALPHABET_MAX:
-        counts = None
+        best = None
     elif whole is not None and symbols.alphabet <= _BYTES_ALPHABET_MAX:
         counts, in_bytes = count_packed(whole, symbols)
+        best = best_model(counts)
     else:
-        counts = count_symbols(symbols)
-    choice = choose(symbols, coder, counts, whole)
+        best = best_model(count_symbols(symbols))
+    choice = choose(symbols, coder, best, whole)
     if not isinstance(choice, Model):
         return choice
     if whole is not None and symbols.alphabet <= _BYTES_ALPHABET_MAX:
@@ -126,7 +127,9 @@ def encode_stream(symbols: Symbols, coder: CoderName = "auto") -> Coded:
     return settle(symbols, coder, choice, _ans(symbols.values, choice))
 
 
-def choose(symbols: Symbols, coder: CoderName, counts: _Ints | None, whole: Tensor | None = None) -> Coded | Model:
+def choose(
+    symbols: Symbols, coder: CoderName, best: tuple[Model, int] | None, whole: Tensor | None = None
+) -> Coded | Model:
     """The smallest coder, unless a faster one is nearly as small.
 
     ANS is estimated from the histogram. Packed symbols stay where it saves less than 3 %; Zstandard serves where it
@@ -135,16 +138,15 @@ def choose(symbols: Symbols, coder: CoderName, counts: _Ints | None, whole: Tens
     Args:
         symbols: a stream that holds some information.
         coder: ``"auto"``, or ``"ans"`` for the model in any case.
-        counts: how often each symbol occurs; None where there is no table.
+        best: the model for ANS and the bytes it will take; None where the alphabet is too large for one.
         whole: of a large stream, the whole symbols in bytes.
 
     Returns:
         The coded stream, or the model for ANS.
     """
     size = packed_size(symbols.values.numel(), symbols.alphabet)
-    model, estimate = None, _WORTHWHILE * size / _FAST
-    if counts is not None:
-        model, estimate = best_model(counts)
+    model, estimate = best or (None, _WORTHWHILE * size / _FAST)
+    if model is not None:
         if coder == "ans":
             return model
         if estimate > _WORTHWHILE * size:

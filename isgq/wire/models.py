@@ -6,14 +6,16 @@ frequencies of them.
 
 import functools
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from isgq.wire.ans import TOTAL_BITS, frequencies, weight_codes
+from isgq.wire.ans import TOTAL_BITS, frequencies, midpoints, weight_codes, weight_table
 from isgq.wire.bits import pack_symbols, unpack_symbols
 
 COARSE, FINE = 4, 8
@@ -43,12 +45,11 @@ class Model:
 
     def size(self, counts: _Ints) -> int:
         """Bytes that a stream of this histogram takes, about, table included."""
-        return math.ceil(float(counts @ self.bits) / 8) + len(self.table)
-
-
-def model_of(codes: npt.NDArray[np.uint8], weight_bits: int) -> Model:
-    """The model of these weight codes ``[alphabet]``."""
-    return (_kept_model if len(codes) <= _FEW else _model)(codes.tobytes(), weight_bits)
+        if len(counts) <= _FEW:  # where numpy takes longer
+            bits: float = sum(map(operator.mul, counts.tolist(), self.bits.tolist()))
+        else:
+            bits = float(counts @ self.bits)
+        return math.ceil(bits / 8) + len(self.table)
 
 
 def _model(codes: bytes, weight_bits: int) -> Model:
@@ -63,8 +64,29 @@ _kept_model = functools.lru_cache(_KEPT)(_model)
 
 def best_model(counts: _Ints, weight_bits: Iterable[int] = (COARSE, FINE)) -> tuple[Model, int]:
     """The model that makes a stream of this histogram smallest, table included, and the bytes that it will take."""
-    models = (model_of(weight_codes(counts, bits), bits) for bits in weight_bits)
-    return min(((model, model.size(counts)) for model in models), key=lambda choice: choice[1])
+    return _best(counts, [(weight_codes(counts, bits).tobytes(), bits) for bits in weight_bits])
+
+
+def best_models(kernels: ModuleType, counts: _Ints, alphabets: _Ints) -> list[tuple[Model, int]]:
+    """:func:`best_model` of several histograms.
+
+    Args:
+        kernels: the compiled ones.
+        counts: ``[streams, 256]``.
+        alphabets: ``[streams]``, at most 256.
+    """
+    codes = np.empty((len(counts), 2, 256), dtype=np.uint8)
+    largest = np.array([weight_table(COARSE)[-1], weight_table(FINE)[-1]])
+    kernels.weigh_together(counts, alphabets, midpoints(COARSE), midpoints(FINE), largest, codes)
+    return [
+        _best(own[:size], [(coarse[:size].tobytes(), COARSE), (fine[:size].tobytes(), FINE)])
+        for own, (coarse, fine), size in zip(counts, codes, alphabets.tolist(), strict=True)
+    ]
+
+
+def _best(counts: _Ints, coded: Iterable[tuple[bytes, int]]) -> tuple[Model, int]:
+    models = [_kept_model(*each) if len(counts) <= _FEW else _model(*each) for each in coded]
+    return min([(model, model.size(counts)) for model in models], key=operator.itemgetter(1))
 
 
 def frequencies_of(table: bytes, alphabet: int, weight_bits: int) -> _Ints:

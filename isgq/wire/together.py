@@ -18,7 +18,7 @@ from isgq.core.payload import Symbols
 from isgq.wire.ans import to_bytes
 from isgq.wire.bits import packed_size
 from isgq.wire.entropy import LARGE, WEIGHTED, Coded, Coder, CoderName, choose, decode_stream, settle
-from isgq.wire.models import Model, frequencies_of
+from isgq.wire.models import Model, best_models, frequencies_of
 
 _HOST = torch.device("cpu")
 
@@ -45,15 +45,18 @@ def encode_together(streams: Sequence[Symbols], coder: CoderName) -> list[Coded 
     small.sort(key=lambda i: -streams[i].values.numel())
     values = torch.cat([streams[i].values for i in small]).numpy()
     ends = np.cumsum([streams[i].values.numel() for i in small])
-    counts = np.zeros((len(small), 256), dtype=np.int64)
-    kernels.count_together(values, ends, counts)
+    alphabets = np.array([streams[i].alphabet for i in small])
+    counts, good = np.empty((len(small), 256), dtype=np.int64), np.empty(len(small), dtype=np.bool_)
+    kernels.count_together(values, ends, alphabets, counts, good)
     chosen: list[tuple[int, Model]] = []
     fields, place, shares = [], 0, 0
-    for i, end, count in zip(small, ends.tolist(), counts, strict=True):
-        stream = streams[i]
-        if count[stream.alphabet :].any():
+    for i, end, fine, best in zip(
+        small, ends.tolist(), good.tolist(), best_models(kernels, counts, alphabets), strict=True
+    ):
+        if not fine:
             continue
-        choice = choose(stream, coder, count[: stream.alphabet])
+        stream = streams[i]
+        choice = choose(stream, coder, best)
         if not isinstance(choice, Model):
             coded[i] = choice
             continue

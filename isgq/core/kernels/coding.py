@@ -94,12 +94,22 @@ def count_bytes(values: _Bytes, out: _Ints) -> None:
 
 
 @kernel
-def count_together(values: _Bytes, ends: _Ints, out: _Ints) -> None:
-    """:func:`count_bytes` of streams one after another, up to each of ``ends``: 256 counts each."""
+def count_together(values: _Bytes, ends: _Ints, alphabets: _Ints, out: _Ints, good: NDArray[np.bool_]) -> None:
+    """:func:`count_bytes` of streams one after another.
+
+    Args:
+        values: their symbols.
+        ends: where each stream ends.
+        alphabets: of the streams.
+        out: ``[streams, 256]`` counts.
+        good: whether all symbols of a stream are within its alphabet.
+    """
     start = 0
     for stream in range(len(ends)):
+        out[stream] = 0
         count_bytes(values[start : ends[stream]], out[stream])
         start = ends[stream]
+        good[stream] = not out[stream, alphabets[stream] :].any()
 
 
 @kernel
@@ -121,6 +131,26 @@ def weight_codes(counts: _Ints, midpoints: NDArray[np.float64], largest: int, ou
     for symbol in range(len(counts)):
         code = np.searchsorted(midpoints, counts[symbol] * factor)
         out[symbol] = max(code, 1) if counts[symbol] > 0 else code
+
+
+@kernel
+def weigh_together(
+    counts: _Ints, alphabets: _Ints, coarse: NDArray[np.float64], fine: NDArray[np.float64], largest: _Ints, out: Any
+) -> None:
+    """:func:`weight_codes` of several histograms, by both tables.
+
+    Args:
+        counts: ``[streams, 256]``.
+        alphabets: of the streams.
+        coarse: midpoints of the coarse weights.
+        fine: midpoints of the fine ones.
+        largest: the largest weight of either table.
+        out: ``[streams, 2, 256]`` codes.
+    """
+    for stream in range(len(counts)):
+        own = counts[stream, : alphabets[stream]]
+        weight_codes(own, coarse, largest[0], out[stream, 0])
+        weight_codes(own, fine, largest[1], out[stream, 1])
 
 
 @kernel
