@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,25 +143,27 @@ def _little_endian(flat: Tensor, itemsize: int) -> Tensor:
     return flat if sys.byteorder == "little" else flat.view(-1, itemsize).flip(1).reshape(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class RawField:
+class RawField(NamedTuple):
     """Where a raw tensor lies in a frame."""
 
     layout: TensorLayout
     shape: tuple[int, ...]
     body: slice
 
-    def build(self, data: Tensor, device: torch.device) -> Tensor:
-        """Copy it out of the frame ``data``; WireError if a bool is neither 0 nor 1."""  # noqa: DOC501
-        flat = data[self.body].clone()
-        if self.layout.dtype is torch.bool and flat.numel() and int(flat.max()) > 1:
-            raise WireError(f"tensor {self.layout.name!r}: a bool is {int(flat.max())}, allowed are 0 and 1")
-        flat = _little_endian(flat, self.layout.dtype.itemsize)
-        return flat.view(self.layout.dtype).reshape(self.shape).to(device)
+    def build(self, frame: memoryview, device: torch.device) -> Tensor:
+        """Copy it out of the frame; WireError if a bool is neither 0 nor 1."""  # noqa: DOC501
+        dtype = self.layout.dtype
+        if self.body.start == self.body.stop:
+            return torch.empty(self.shape, dtype=dtype, device=device)
+        flat = torch.frombuffer(bytearray(frame[self.body]), dtype=dtype)
+        if dtype is torch.bool and (largest := int(flat.view(torch.uint8).max())) > 1:
+            raise WireError(f"tensor {self.layout.name!r}: a bool is {largest}, allowed are 0 and 1")
+        if sys.byteorder == "big":
+            flat = _little_endian(flat.view(torch.uint8), dtype.itemsize).view(dtype)
+        return flat.reshape(self.shape).to(device)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamField:
+class StreamField(NamedTuple):
     """Where a stream of symbols lies in a frame."""
 
     name: str
@@ -175,34 +178,33 @@ class StreamField:
         return Symbols(values, self.stream.alphabet)
 
 
-@dataclass(frozen=True, slots=True)
-class PartFields:
+class PartFields(NamedTuple):
     """Where the contents of a payload lie in a frame."""
 
     layout: PartLayout
     shape: tuple[int, ...]
     digest: int
-    tensors: tuple[RawField, ...]
-    streams: tuple[StreamField, ...]
+    tensors: Sequence[RawField]
+    streams: Sequence[StreamField]
 
     def build(self, data: Tensor, device: torch.device, known: Iterator[Tensor | None]) -> Payload:
         """Decode the payload from the frame ``data``; WireError if it is malformed."""
+        frame = data.numpy().data
         return Payload(
             codec=self.layout.codec,
             shape=self.shape,
             dtype=self.layout.dtype,
-            tensors={field.layout.name: field.build(data, device) for field in self.tensors},
+            tensors={field.layout.name: field.build(frame, device) for field in self.tensors},
             symbols={field.name: field.build(data, device, next(known)) for field in self.streams},
             digest=self.digest,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RecordFields:
+class RecordFields(NamedTuple):
     """Where the contents of a record lie in a frame."""
 
     layout: Layout
-    parts: tuple[PartFields, ...]
+    parts: Sequence[PartFields]
 
     def build(self, data: Tensor, device: torch.device, known: Iterator[Tensor | None]) -> Record:
         """Decode the record; arguments and errors as of :func:`build_records`."""
@@ -245,8 +247,8 @@ def read_record(reader: Reader, layout: Layout, sizes: Sizes, implied: "int | Se
         WireError: malformed.
     """
     digests = _read_digests(reader, layout) if implied is None else _use_digests(layout, implied)
-    parts = (_read_part(reader, *part) for part in zip(layout.parts, sizes, digests, strict=True))
-    return RecordFields(layout, tuple(parts))
+    parts = zip(layout.parts, sizes, digests, strict=True)
+    return RecordFields(layout, [_read_part(reader, *part) for part in parts])
 
 
 def _read_digests(reader: Reader, layout: Layout) -> list[int]:
@@ -271,11 +273,11 @@ def _read_part(reader: Reader, layout: PartLayout, sizes: PartSizes, digest: int
     for tensor, shape in zip(layout.tensors, sizes.tensors, strict=True):
         body = reader.skip(math.prod(shape) * tensor.dtype.itemsize, f"tensor {tensor.name!r}")
         tensors.append(RawField(tensor, shape, body))
-    streams = (
+    streams = [
         _read_stream(reader, stream.name, stream.alphabet, count)
         for stream, count in zip(layout.streams, sizes.counts, strict=True)
-    )
-    return PartFields(layout, sizes.shape, digest, tuple(tensors), tuple(streams))
+    ]
+    return PartFields(layout, sizes.shape, digest, tensors, streams)
 
 
 def _read_stream(reader: Reader, name: str, alphabet: int, count: int) -> StreamField:
@@ -291,6 +293,7 @@ def _read_stream(reader: Reader, name: str, alphabet: int, count: int) -> Stream
             raise WireError(f"{what} before byte {reader.at} is packed, its length must be written as 0, not {length}")
         length = packed_size(count, alphabet)
     body = reader.skip(max(length, minimum_size(count, alphabet)), f"{what} of {count} symbols")
-    if any(bytes(reader.data[body.start + length : body.stop])):
+    end = body.start + length
+    if end < body.stop and any(bytes(reader.data[end : body.stop])):
         raise WireError(f"{what} at byte {body.start}: what fills it up must be zero")
-    return StreamField(name, Stream(coder, slice(body.start, body.start + length), count, alphabet))
+    return StreamField(name, Stream(coder, slice(body.start, end), count, alphabet))

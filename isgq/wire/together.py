@@ -5,7 +5,7 @@ what is wrong.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -79,18 +79,17 @@ def _is_small(stream: Symbols) -> bool:
     return 1 < stream.alphabet <= 256 and 0 < values.numel() < LARGE and values.device.type == "cpu"
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
+class Stream(NamedTuple):
     """Where a stream lies in some bytes: the arguments of :func:`decode_stream`."""
 
     coder: Coder
     body: slice
-    count: int
+    numel: int
     alphabet: int
 
     def decode(self, data: Tensor, device: torch.device) -> Tensor:
         """The symbols; WireError as of :func:`decode_stream`."""
-        return decode_stream(self.coder, data[self.body], self.count, self.alphabet, device)
+        return decode_stream(self.coder, data[self.body], self.numel, self.alphabet, device)
 
 
 def decode_together(streams: Sequence[Stream], data: Tensor) -> list[Tensor | None]:
@@ -103,26 +102,26 @@ def decode_together(streams: Sequence[Stream], data: Tensor) -> list[Tensor | No
         data: uint8, on the CPU, in which they lie.
     """
     found: list[Tensor | None] = [None] * len(streams)
-    by_ans = [i for i, s in enumerate(streams) if s.coder in WEIGHTED and 1 < s.alphabet <= 256 and s.count]
+    by_ans = [i for i, s in enumerate(streams) if s.coder in WEIGHTED and 1 < s.alphabet <= 256 and s.numel]
     kernels = compiled("coding", data.device)
     if kernels is None or len(by_ans) < 2:
         return found
     raw, chosen, fields, tables, place, shares = data.numpy(), [], [], [], 0, 0
-    for i in sorted(by_ans, key=lambda i: -streams[i].count):
+    for i in sorted(by_ans, key=lambda i: -streams[i].numel):
         stream = streams[i]
         start = stream.body.start + packed_size(stream.alphabet, 1 << stream.coder.weight_bits)
         table = _table(raw[stream.body.start : start].tobytes(), stream) if start <= stream.body.stop else None
         if table is None or (start < stream.body.stop and not raw[stream.body.stop - 1]):
             continue
         chosen.append(i)
-        fields.append((start, stream.body.stop, stream.count, place, shares, shares + stream.alphabet))
+        fields.append((start, stream.body.stop, stream.numel, place, shares, shares + stream.alphabet))
         tables.append(table)
-        place, shares = place + stream.count, shares + stream.alphabet
+        place, shares = place + stream.numel, shares + stream.alphabet
     if not fields:
         return found
     symbols, good = np.empty(place, dtype=np.uint8), np.empty(len(fields), dtype=np.bool_)
     kernels.ans_decode_together(raw, np.array(fields), np.concatenate(tables), symbols, good)
-    decoded = torch.split(torch.from_numpy(symbols), [streams[i].count for i in chosen])
+    decoded = torch.split(torch.from_numpy(symbols), [streams[i].numel for i in chosen])
     for i, values, fine in zip(chosen, decoded, good, strict=True):
         found[i] = values if fine else None
     return found

@@ -1,7 +1,5 @@
 """The streams of a message side by side: as one after another."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -127,5 +125,5 @@ def test_a_single_stream_or_one_without_a_table_is_left_to_the_plain_way() -> No
     assert decode_together([first], bytes_) == [None]
     start = first.body.start
     size = packed_size(first.alphabet, 16)
-    for short in (replace(first, body=slice(start, start + cut)) for cut in range(size)):
+    for short in (first._replace(body=slice(start, start + cut)) for cut in range(size)):
         assert decode_together([short, second], bytes_)[0] is None

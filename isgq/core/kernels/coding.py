@@ -354,7 +354,8 @@ def ans_decode_together(data: _Bytes, fields: _Ints, frequencies: _Ints, out: _B
     sums = np.empty((_LANES, 257), dtype=np.uint64)
     lookup = np.empty((_LANES, 1 << _LOOKUP_BITS), dtype=np.uint8)
     states = np.empty(_LANES, dtype=np.uint64)
-    begins, ends, places = np.empty((3, _LANES), dtype=np.int64)  # of the words that are left, and of the symbols
+    # Of the words that are left, and of the symbols; unsigned, since an index that may be negative takes longer.
+    begins, ends, places = np.empty((3, _LANES), dtype=np.uint64)
     for first in range(0, len(fields), _LANES):
         lanes = min(_LANES, len(fields) - first)
         for lane in range(lanes):
@@ -367,8 +368,8 @@ def ans_decode_together(data: _Bytes, fields: _Ints, frequencies: _Ints, out: _B
             states[lane], begins[lane], ends[lane] = state, start, start + 4 * left
         done = 0
         for active in range(lanes, 0, -1):
-            for i in range(done, fields[first + active - 1, 2]):
-                for lane in range(active):
+            for i in range(np.uint64(done), np.uint64(fields[first + active - 1, 2])):
+                for lane in range(np.uint64(active)):
                     state, at = states[lane], ends[lane]
                     quantile = state & _QUANTILE
                     symbol = np.uint64(lookup[lane, quantile >> _LOOKUP_SHIFT])
@@ -379,7 +380,7 @@ def ans_decode_together(data: _Bytes, fields: _Ints, frequencies: _Ints, out: _B
                     state = (state >> _TOTAL_BITS) * (sums[lane, symbol + _ONE] - below) + (quantile - below)
                     if state <= _WORD and at > begins[lane]:
                         for _ in range(4):
-                            at -= 1
+                            at -= _ONE
                             state = state << _BYTE_BITS | np.uint64(data[at])
                         ends[lane] = at
                     states[lane] = state
