@@ -95,15 +95,19 @@ def ans_encode(values: npt.NDArray[np.integer], table: _Ints) -> bytes:
     """
     if values.dtype == np.uint8 and (kernels := compiled("coding", _HOST)):
         out = np.empty(len(values) + 2, dtype=np.uint32)
-        return to_bytes(out[: kernels.ans_encode(values, table, out)])
+        return _to_bytes(out[: kernels.ans_encode(values, table, out)])
     coder = constriction.stream.stack.AnsCoder()
     coder.encode_reverse(values.astype(np.int32), _categorical(table))
-    return to_bytes(coder.get_compressed())
+    return _to_bytes(coder.get_compressed())
 
 
-def to_bytes(words: npt.NDArray[np.uint32]) -> bytes:
-    """Little-endian, without the zero bytes at their end."""
-    return words.astype("<u4", copy=False).tobytes().rstrip(b"\0")
+def _to_bytes(words: npt.NDArray[np.uint32]) -> bytes:
+    return little_endian(words).tobytes().rstrip(b"\0")
+
+
+def little_endian(words: npt.NDArray[np.uint32]) -> memoryview:
+    """The bytes of words ``[n]``; zero bytes at the end of a stream are left off."""
+    return words.astype("<u4", copy=False).view(np.uint8).data
 
 
 def ans_decode(data: bytes, count: int, table: _Ints) -> npt.NDArray[np.uint8 | np.int32]:

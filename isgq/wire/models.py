@@ -78,14 +78,18 @@ def best_models(kernels: ModuleType, counts: _Ints, alphabets: _Ints) -> list[tu
     codes = np.empty((len(counts), 2, 256), dtype=np.uint8)
     largest = np.array([weight_table(COARSE)[-1], weight_table(FINE)[-1]])
     kernels.weigh_together(counts, alphabets, midpoints(COARSE), midpoints(FINE), largest, codes)
-    return [
-        _best(own[:size], [(coarse[:size].tobytes(), COARSE), (fine[:size].tobytes(), FINE)])
-        for own, (coarse, fine), size in zip(counts, codes, alphabets.tolist(), strict=True)
-    ]
+    raw, width = codes.tobytes(), codes.shape[-1]
+    found = []
+    for own, size, coarse in zip(counts, alphabets.tolist(), range(0, len(raw), 2 * width), strict=True):
+        fine = coarse + width
+        coded = (raw[coarse : coarse + size], COARSE), (raw[fine : fine + size], FINE)
+        found.append(_best(own[:size], coded))
+    return found
 
 
 def _best(counts: _Ints, coded: Iterable[tuple[bytes, int]]) -> tuple[Model, int]:
-    models = [_kept_model(*each) if len(counts) <= _FEW else _model(*each) for each in coded]
+    model_of = _kept_model if len(counts) <= _FEW else _model
+    models = [model_of(codes, bits) for codes, bits in coded]
     return min([(model, model.size(counts)) for model in models], key=operator.itemgetter(1))
 
 

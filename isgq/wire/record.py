@@ -18,7 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isgq.core.errors import CodecError, WireError
@@ -134,13 +136,16 @@ def _write_record(record: Record, coder: CoderName, implied_digest: bool, known:
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8)
-    return _little_endian(flat, tensor.dtype.itemsize).numpy().data
+    """The values in row-major order, little-endian."""
+    if tensor.dtype is torch.bfloat16:  # which numpy does not know
+        tensor = tensor.view(torch.int16)
+    flat = np.ascontiguousarray(tensor.numpy(force=True)).reshape(-1).view(np.uint8)
+    return _little_endian(flat, tensor.itemsize).data
 
 
-def _little_endian(flat: Tensor, itemsize: int) -> Tensor:
+def _little_endian(flat: NDArray[np.uint8], itemsize: int) -> NDArray[np.uint8]:
     """Bytes ``[n itemsize]`` from the host's order to little-endian, or back."""
-    return flat if sys.byteorder == "little" else flat.view(-1, itemsize).flip(1).reshape(-1)
+    return flat if sys.byteorder == "little" else flat.reshape(-1, itemsize)[:, ::-1].reshape(-1)
 
 
 class RawField(NamedTuple):
@@ -155,12 +160,13 @@ class RawField(NamedTuple):
         dtype = self.layout.dtype
         if self.body.start == self.body.stop:
             return torch.empty(self.shape, dtype=dtype, device=device)
-        flat = torch.frombuffer(bytearray(frame[self.body]), dtype=dtype)
+        raw = bytearray(frame[self.body])
+        if sys.byteorder == "big":
+            raw = bytearray(_little_endian(np.frombuffer(raw, dtype=np.uint8), dtype.itemsize))
+        flat = torch.frombuffer(raw, dtype=dtype)
         if dtype is torch.bool and (largest := int(flat.view(torch.uint8).max())) > 1:
             raise WireError(f"tensor {self.layout.name!r}: a bool is {largest}, allowed are 0 and 1")
-        if sys.byteorder == "big":
-            flat = _little_endian(flat.view(torch.uint8), dtype.itemsize).view(dtype)
-        return flat.reshape(self.shape).to(device)
+        return (flat if len(self.shape) == 1 else flat.view(self.shape)).to(device)
 
 
 class StreamField(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from isgq.core.errors import WireError
 from isgq.core.kernels import compiled
 from isgq.core.payload import Symbols
-from isgq.wire.ans import to_bytes
+from isgq.wire.ans import little_endian
 from isgq.wire.bits import packed_size
 from isgq.wire.entropy import LARGE, WEIGHTED, Coded, Coder, CoderName, choose, decode_stream, settle
 from isgq.wire.models import Model, best_models, frequencies_of
@@ -69,14 +69,16 @@ def encode_together(streams: Sequence[Symbols], coder: CoderName) -> list[Coded 
     words, sizes = np.empty(place + 1, dtype=np.uint32), np.empty(len(chosen), dtype=np.int64)
     tables = np.concatenate([model.frequencies for _, model in chosen])
     kernels.ans_encode_together(values, np.array(fields), tables, words, sizes)
+    data = little_endian(words)
     for (i, model), (_, _, start, _, _), size in zip(chosen, fields, sizes.tolist(), strict=True):
-        coded[i] = settle(streams[i], coder, model, model.table + to_bytes(words[start : start + size]))
+        body = data[4 * start : 4 * (start + size)].tobytes().rstrip(b"\0")
+        coded[i] = settle(streams[i], coder, model, model.table + body)
     return coded
 
 
 def _is_small(stream: Symbols) -> bool:
     values = stream.values
-    return 1 < stream.alphabet <= 256 and 0 < values.numel() < LARGE and values.device.type == "cpu"
+    return 1 < stream.alphabet <= 256 and 0 < values.numel() < LARGE and values.is_cpu
 
 
 class Stream(NamedTuple):
