@@ -28,7 +28,7 @@ from torch import Tensor
 from isgq.core.errors import OptionError, WireError
 from isgq.core.payload import Symbols, symbol_dtype
 from isgq.wire.ans import ans_decode, ans_encode
-from isgq.wire.bits import pack_symbols, packed_size, unpack_symbols, whole_digits
+from isgq.wire.bits import pack_symbols, packed_size, tight_digits, unpack_symbols, whole_digits
 from isgq.wire.histogram import count_bytes, count_packed, count_symbols
 from isgq.wire.models import COARSE, FINE, Model, best_model, frequencies_of
 
@@ -150,11 +150,11 @@ def choose(
         if coder == "ans":
             return model
         if estimate > _WORTHWHILE * size:
-            return Coder.PACKED, _packed(symbols)
+            return Coder.PACKED, _packed(symbols, whole)
     body = _small_zstd(symbols, size, estimate) if whole is None else _large_zstd(whole, estimate)
     if body is not None:
         return Coder.ZSTD, body
-    return model or (Coder.PACKED, _packed(symbols))
+    return model or (Coder.PACKED, _packed(symbols, whole))
 
 
 def settle(symbols: Symbols, coder: CoderName, model: Model, body: bytes) -> Coded:
@@ -201,8 +201,11 @@ def decode_stream(coder: Coder, body: Tensor, count: int, alphabet: int, device:
     return unpack_symbols(_unans(body, size, 256, coder.weight_bits).to(device), count, alphabet, whole_digits)
 
 
-def _packed(symbols: Symbols) -> memoryview:
-    return pack_symbols(symbols.values, symbols.alphabet).cpu().numpy().data
+def _packed(symbols: Symbols, whole: Tensor | None = None) -> memoryview:
+    """Packed symbols; the whole ones in bytes, if there are any, may be the same."""
+    if whole is None or whole_digits(symbols.alphabet) != tight_digits(symbols.alphabet):
+        whole = pack_symbols(symbols.values, symbols.alphabet).cpu()
+    return whole.numpy().data
 
 
 def _whole(symbols: Symbols) -> Tensor:

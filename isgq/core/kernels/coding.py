@@ -51,7 +51,7 @@ def pack_digits(digits: _Bytes, base: int, out: _Bytes) -> int:
             for j in range(len(row)):
                 total[j] = np.uint8(total[j] + row[j])
             for j in range(len(row)):
-                largest = max(largest, row[j])
+                largest = np.uint8(max(largest, row[j]))
     return int(largest)
 
 
