@@ -17,6 +17,7 @@ is filled up with zeros. So what a receiver allocates is bounded by what it rece
 """
 
 import enum
+import threading
 from typing import Literal, get_args
 
 import numpy as np
@@ -213,11 +214,20 @@ def _whole(symbols: Symbols) -> Tensor:
     return pack_symbols(symbols.values, symbols.alphabet, whole_digits).cpu()
 
 
+class _Contexts(threading.local):
+    """What Zstandard works with; each thread keeps its own, which take as long to make as to code a few kilobytes."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=1)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_contexts = _Contexts()
+
+
 def _zstd(whole: Tensor) -> memoryview:
-    threads = torch.get_num_threads()
-    if threads == 1 or whole.numel() <= 2 * _ZSTD_JOB:
-        compressor = zstandard.ZstdCompressor(level=1)
-    else:
+    threads, compressor = torch.get_num_threads(), _contexts.compressor
+    if threads > 1 and whole.numel() > 2 * _ZSTD_JOB:
         compressor = zstandard.ZstdCompressor(
             compression_params=zstandard.ZstdCompressionParameters.from_level(
                 1, source_size=whole.numel(), threads=threads, job_size=_ZSTD_JOB
@@ -256,7 +266,7 @@ def _unzstd(body: Tensor, count: int, alphabet: int) -> Tensor:
                 f"Zstandard frame announces {header.content_size} bytes, window {header.window_size}, dictionary "
                 f"{header.dict_id}; {count} symbols of an alphabet of {alphabet} are {size} bytes without a dictionary"
             )
-        whole = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        whole = _contexts.decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise WireError(f"Zstandard stream of {body.numel()} bytes is damaged: {error}") from error
     return torch.frombuffer(bytearray(whole), dtype=torch.uint8)
