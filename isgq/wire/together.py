@@ -4,7 +4,8 @@ Only what kernels do with symbols of a byte on the CPU is done here; :mod:`isgq.
 what is wrong.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from isgq.wire.models import Model, best_models, frequencies_of
 
 _HOST = torch.device("cpu")
 
+_Bytes = npt.NDArray[np.uint8]
 _Ints = npt.NDArray[np.int64]
 
 
@@ -45,35 +47,46 @@ def encode_together(streams: Sequence[Symbols], coder: CoderName) -> list[Coded 
     small.sort(key=lambda i: -streams[i].values.numel())
     values = torch.cat([streams[i].values for i in small]).numpy()
     ends = np.cumsum([streams[i].values.numel() for i in small])
-    alphabets = np.array([streams[i].alphabet for i in small])
-    counts, good = np.empty((len(small), 256), dtype=np.int64), np.empty(len(small), dtype=np.bool_)
-    kernels.count_together(values, ends, alphabets, counts, good)
-    chosen: list[tuple[int, Model]] = []
-    fields, place, shares = [], 0, 0
-    for i, end, fine, best in zip(
-        small, ends.tolist(), good.tolist(), best_models(kernels, counts, alphabets), strict=True
-    ):
-        if not fine:
-            continue
-        stream = streams[i]
-        choice = choose(stream, coder, best)
-        if not isinstance(choice, Model):
+    best = _best_models(kernels, values, ends, np.array([streams[i].alphabet for i in small]))
+    by_ans, chosen = [], []
+    for i, end, model in zip(small, ends.tolist(), best, strict=True):
+        choice = None if model is None else choose(streams[i], coder, model)
+        if isinstance(choice, Model):
+            by_ans.append(i)
+            chosen.append((end - streams[i].values.numel(), end, choice))
+        else:
             coded[i] = choice
-            continue
-        size = stream.values.numel()
-        chosen.append((i, choice))
-        fields.append((end - size, end, place, shares, shares + stream.alphabet))
-        place, shares = place + size + 2, shares + stream.alphabet
-    if not chosen:
-        return coded
-    words, sizes = np.empty(place + 1, dtype=np.uint32), np.empty(len(chosen), dtype=np.int64)
-    tables = np.concatenate([model.frequencies for _, model in chosen])
+    for i, (_, _, by), body in zip(by_ans, chosen, _ans(kernels, values, chosen), strict=True):
+        coded[i] = settle(streams[i], coder, by, body)
+    return coded
+
+
+def _best_models(
+    kernels: ModuleType, values: _Bytes, ends: _Ints, alphabets: _Ints
+) -> Iterable[tuple[Model, int] | None]:
+    """The best model of each stream up to each end; None for one with symbols outside its alphabet."""
+    counts, good = np.empty((len(ends), 256), dtype=np.int64), np.empty(len(ends), dtype=np.bool_)
+    kernels.count_together(values, ends, alphabets, counts, good)
+    models = best_models(kernels, counts, alphabets)
+    return (model if fine else None for model, fine in zip(models, good.tolist(), strict=True))
+
+
+def _ans(kernels: ModuleType, values: _Bytes, streams: Sequence[tuple[int, int, Model]]) -> list[bytes]:
+    """Streams that begin and end somewhere in the symbols, each coded by its model."""
+    if not streams:
+        return []
+    fields, place, shares = [], 0, 0
+    for start, end, model in streams:
+        fields.append((start, end, place, shares, shares + len(model.frequencies)))
+        place, shares = place + end - start + 2, shares + len(model.frequencies)
+    words, sizes = np.empty(place + 1, dtype=np.uint32), np.empty(len(streams), dtype=np.int64)
+    tables = np.concatenate([model.frequencies for _, _, model in streams])
     kernels.ans_encode_together(values, np.array(fields), tables, words, sizes)
     data = little_endian(words)
-    for (i, model), (_, _, start, _, _), size in zip(chosen, fields, sizes.tolist(), strict=True):
-        body = data[4 * start : 4 * (start + size)].tobytes().rstrip(b"\0")
-        coded[i] = settle(streams[i], coder, model, model.table + body)
-    return coded
+    return [
+        model.table + data[4 * place : 4 * (place + size)].tobytes().rstrip(b"\0")
+        for (_, _, model), (_, _, place, _, _), size in zip(streams, fields, sizes.tolist(), strict=True)
+    ]
 
 
 def _is_small(stream: Symbols) -> bool:
