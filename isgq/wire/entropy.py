@@ -92,7 +92,7 @@ def encode_stream(symbols: Symbols, coder: CoderName = "auto") -> Coded:
 
     Args:
         symbols: on any device: packing takes place there.
-        coder: ``"auto"`` picks by size, see :func:`_choose`; a named coder is used wherever it applies: where there is
+        coder: ``"auto"`` picks by size, see :func:`choose`; a named coder is used wherever it applies: where there is
             something to code and, for ANS, the alphabet is at most 4096.
 
     Returns:
@@ -110,22 +110,23 @@ def encode_stream(symbols: Symbols, coder: CoderName = "auto") -> Coded:
         return Coder.ZSTD, _zstd(_whole(symbols))
     if coder == "ans" and symbols.alphabet > ANS_ALPHABET_MAX:
         return Coder.PACKED, _packed(symbols)
-    whole = _whole(symbols) if symbols.values.numel() >= LARGE else None
-    in_bytes = None
-    if symbols.alphabet > ANS_ALPHABET_MAX:
-        best = None
-    elif whole is not None and symbols.alphabet <= _BYTES_ALPHABET_MAX:
-        counts, in_bytes = count_packed(whole, symbols)
-        best = best_model(counts)
-    else:
-        best = best_model(count_symbols(symbols))
-    choice = choose(symbols, coder, best, whole)
+    large = symbols.values.numel() >= LARGE
+    if large and symbols.alphabet <= _BYTES_ALPHABET_MAX:
+        return _encode_bytes(symbols, coder)
+    best = best_model(count_symbols(symbols)) if symbols.alphabet <= ANS_ALPHABET_MAX else None
+    choice = choose(symbols, coder, best, _whole(symbols) if large else None)
+    return settle(symbols, coder, choice, _ans(symbols.values, choice)) if isinstance(choice, Model) else choice
+
+
+def _encode_bytes(symbols: Symbols, coder: CoderName) -> Coded:
+    """A large stream of several symbols to a byte: bytes are counted, and coded, in a fraction of the time."""
+    whole = _whole(symbols)
+    counts, in_bytes = count_packed(whole, symbols)
+    choice = choose(symbols, coder, best_model(counts), whole)
     if not isinstance(choice, Model):
         return choice
-    if whole is not None and symbols.alphabet <= _BYTES_ALPHABET_MAX:
-        model, _ = best_model(count_bytes(whole) if in_bytes is None else in_bytes, [FINE])
-        return Coder.ANS_BYTES, _ans(whole, model)
-    return settle(symbols, coder, choice, _ans(symbols.values, choice))
+    model, _ = best_model(count_bytes(whole) if in_bytes is None else in_bytes, [FINE])
+    return Coder.ANS_BYTES, _ans(whole, model)
 
 
 def choose(
