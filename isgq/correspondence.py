@@ -42,9 +42,10 @@ class Correspondence:
             records: at least one.
             keys: that the records were encoded with.
         """
-        addresses = _addresses(carriers, keys)
-        self._learn(addresses, records)
-        message, sizes = pack_message(records, digests=_digests(carriers, keys), template=self._template(addresses))
+        addresses, forms = _addresses(carriers, keys), list(map(form_of, records))
+        self._learned.update(zip(addresses, forms, strict=True))
+        digests, template = _digests(carriers, keys), self._template(addresses)
+        message, sizes = pack_message(records, digests=digests, template=template, forms=forms)
         if all(map(_on_cpu, records)):  # elsewhere decoding may round otherwise than on the other ranks
             self._written[addresses] = message, records
         return message, sizes
@@ -71,7 +72,7 @@ class Correspondence:
         if mine is not None and torch.equal(mine, message):
             return written
         records = unpack_message(message, digests=_digests(carriers, keys), template=self._template(addresses))
-        self._learn(addresses, records)
+        self._learned.update(zip(addresses, map(form_of, records), strict=True))
         return records
 
     def commit(self) -> None:
@@ -97,9 +98,6 @@ class Correspondence:
             template = self._templates[names] = Template.of_forms(forms)
         return template
 
-    def _learn(self, addresses: Sequence[_Address], records: Sequence[Record]) -> None:
-        self._learned.update(zip(addresses, map(form_of, records), strict=True))
-
 
 def _addresses(carriers: Sequence[Carrier], keys: Sequence[Key]) -> tuple[_Address, ...]:
     """Sender, server and name: another server, who may get the rows when shards change, has not heard of them."""
@@ -107,9 +105,10 @@ def _addresses(carriers: Sequence[Carrier], keys: Sequence[Key]) -> tuple[_Addre
 
 
 def _on_cpu(record: Record) -> bool:
-    parts = parts_of(record)
-    tensors = [*(t for p in parts for t in p.tensors.values()), *(s.values for p in parts for s in p.symbols.values())]
-    return all(tensor.device.type == "cpu" for tensor in tensors)
+    return all(
+        all(tensor.is_cpu for tensor in part.tensors.values()) and all(s.values.is_cpu for s in part.symbols.values())
+        for part in parts_of(record)
+    )
 
 
 def _digests(carriers: Sequence[Carrier], keys: Sequence[Key]) -> list[int | tuple[int, int]]:

@@ -27,7 +27,8 @@ _Ints = npt.NDArray[np.int64]
 
 
 @functools.cache
-def _midpoints(bits: int) -> npt.NDArray[np.float64]:
+def midpoints(bits: int) -> npt.NDArray[np.float64]:
+    """What separates the weights of a table."""
     weights = weight_table(bits)
     return (weights[:-1] + weights[1:]) / 2
 
@@ -67,12 +68,12 @@ def frequencies(codes: npt.NDArray[np.uint8], bits: int) -> _Ints:
 
 def weight_codes(counts: _Ints, bits: int) -> npt.NDArray[np.uint8]:
     """Codes of the weights nearest in proportion to the counts; 0 where a count is 0 alone."""
-    midpoints, largest = _midpoints(bits), int(weight_table(bits)[-1])
+    between, largest = midpoints(bits), int(weight_table(bits)[-1])
     codes = np.empty(len(counts), dtype=np.uint8)
     if kernels := compiled("coding", _HOST):
-        kernels.weight_codes(counts, midpoints, largest, codes)
+        kernels.weight_codes(counts, between, largest, codes)
     else:
-        codes[:] = midpoints.searchsorted(counts * (largest / counts.max()))
+        codes[:] = between.searchsorted(counts * (largest / counts.max()))
         codes[(codes == 0) & (counts > 0)] = 1
     return codes
 
@@ -101,7 +102,12 @@ def ans_encode(values: npt.NDArray[np.integer], table: _Ints) -> bytes:
 
 
 def _to_bytes(words: npt.NDArray[np.uint32]) -> bytes:
-    return words.astype("<u4", copy=False).tobytes().rstrip(b"\0")
+    return little_endian(words).tobytes().rstrip(b"\0")
+
+
+def little_endian(words: npt.NDArray[np.uint32]) -> memoryview:
+    """The bytes of words ``[n]``; zero bytes at the end of a stream are left off."""
+    return words.astype("<u4", copy=False).view(np.uint8).data
 
 
 def ans_decode(data: bytes, count: int, table: _Ints) -> npt.NDArray[np.uint8 | np.int32]:

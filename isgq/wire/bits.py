@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isgq.core.errors import WireError
+from isgq.core.errors import CodecError, WireError
 from isgq.core.kernels import compiled
 from isgq.core.memory import empty
 from isgq.core.parallel import PIECE
@@ -89,29 +89,55 @@ def whole_digits(alphabet: int) -> Plan:
     return (Digits(256, 0, -(-(alphabet - 1).bit_length() // 8)),)
 
 
+@functools.lru_cache(maxsize=4096)
 def packed_size(count: int, alphabet: int, planner: Planner = tight_digits) -> int:
     """Bytes that ``count`` symbols take."""
     return sum(d.positions * _position_size(count, d.base) for d in planner(alphabet))
+
+
+def check_range(values: Tensor, alphabet: int) -> None:
+    """Check symbols.
+
+    Raises:
+        CodecError: one is outside the alphabet.
+    """
+    if not values.numel():
+        return
+    if values.dtype is torch.uint8 and values.device.type == "cpu":  # where numpy is faster, and half will do
+        low, high = 0, int(values.numpy().max())
+    else:
+        low, high = (int(bound) for bound in torch.aminmax(values))
+    if low < 0 or high >= alphabet:
+        raise CodecError(f"symbols {low} .. {high}, allowed are 0 .. {alphabet - 1}")
 
 
 def pack_symbols(values: Tensor, alphabet: int, planner: Planner = tight_digits) -> Tensor:
     """Pack symbols on their own device.
 
     Args:
-        values: ``[n]`` of dtype ``symbol_dtype(alphabet)``, each in ``[0, alphabet)`` (not checked).
+        values: ``[n]`` of dtype ``symbol_dtype(alphabet)``.
         alphabet: number of different symbols.
         planner: which digits write a symbol.
 
     Returns:
         uint8 ``[packed_size(n, alphabet, planner)]``.
+
+    Raises:
+        CodecError: a symbol is outside the alphabet.
     """
+    plan, largest = planner(alphabet), 0
+    told = _is_digit(plan) and plan[0].base < 256 and compiled("coding", values.device)  # kernels tell by the way
+    if not told:
+        check_range(values, alphabet)
     out = empty(packed_size(values.numel(), alphabet, planner), torch.uint8, values.device)
     start = 0
     for segment in _segments(values):
-        for base, digits in _digits_of(segment, planner(alphabet)):
+        for base, digits in _digits_of(segment, plan):
             end = start + _position_size(digits.numel(), base)
-            _pack_digits(digits, base, out[start:end])
+            largest = max(largest, _pack_digits(digits, base, out[start:end]))
             start = end
+    if told and largest >= alphabet:
+        check_range(values, alphabet)
     return out
 
 
@@ -166,9 +192,14 @@ def _column(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     return torch.tensor(numbers, dtype=dtype, device=device).unsqueeze(1)
 
 
+def _is_digit(plan: Plan) -> bool:
+    """Whether a symbol is its digit."""
+    return len(plan) == 1 and plan[0].positions == 1
+
+
 def _digits_of(values: Tensor, plan: Plan) -> Iterator[tuple[int, Tensor]]:
     """Base and digits of each position of symbols ``[n]``: uint8 ``[n]``."""
-    if len(plan) == 1 and plan[0].positions == 1:  # the symbol is its digit
+    if _is_digit(plan):
         yield plan[0].base, values
         return
     for base, shift, positions in plan:
@@ -218,15 +249,14 @@ def _largest(data: Tensor) -> int:
     return int(data.numpy().max() if data.device.type == "cpu" else data.max())
 
 
-def _pack_digits(digits: Tensor, base: int, out: Tensor) -> None:
-    """Pack uint8 digits ``[n]`` into bytes ``[ceil(n / k)]``."""
+def _pack_digits(digits: Tensor, base: int, out: Tensor) -> int:
+    """Pack uint8 digits ``[n]`` into bytes ``[ceil(n / k)]``; the largest digit, where a kernel tells, else 0."""
     per_byte, size = DIGITS_PER_BYTE[base], out.numel()
     if per_byte == 1:
         _copy(digits, out)
-        return
+        return 0
     if size and (kernels := compiled("coding", digits.device)):
-        kernels.pack_digits(digits.numpy(), base, out.numpy())
-        return
+        return int(kernels.pack_digits(digits.numpy(), base, out.numpy()))
     if digits.numel() < per_byte * size:
         digits = torch.cat([digits, digits.new_zeros(per_byte * size - digits.numel())])
     planes = digits.view(per_byte, size)
@@ -236,9 +266,10 @@ def _pack_digits(digits: Tensor, base: int, out: Tensor) -> None:
         np.copyto(total, rows[-1])
         for row in rows[-2::-1]:
             np.add(np.multiply(total, np.uint8(base), out=total), row, out=total)
-        return
+        return 0
     powers = _column(tuple(base**c for c in range(per_byte)), torch.uint8, digits.device)
     torch.sum(planes * powers, dim=0, dtype=torch.uint8, out=out)
+    return 0
 
 
 def _unpack_digits(data: Tensor, base: int, count: int) -> Tensor:

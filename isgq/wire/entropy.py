@@ -17,11 +17,7 @@ is filled up with zeros. So what a receiver allocates is bounded by what it rece
 """
 
 import enum
-import functools
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from types import ModuleType
+import threading
 from typing import Literal, get_args
 
 import numpy as np
@@ -31,11 +27,11 @@ import zstandard
 from torch import Tensor
 
 from isgq.core.errors import OptionError, WireError
-from isgq.core.kernels import compiled
-from isgq.core.parallel import map_parts, map_pieces, piece_size
 from isgq.core.payload import Symbols, symbol_dtype
-from isgq.wire.ans import TOTAL_BITS, ans_decode, ans_encode, frequencies, weight_codes
-from isgq.wire.bits import DIGITS_PER_BYTE, pack_symbols, packed_size, unpack_symbols, whole_digits
+from isgq.wire.ans import ans_decode, ans_encode
+from isgq.wire.bits import pack_symbols, packed_size, tight_digits, unpack_symbols, whole_digits
+from isgq.wire.histogram import count_bytes, count_packed, count_symbols
+from isgq.wire.models import COARSE, FINE, Model, best_model, frequencies_of
 
 CoderName = Literal["auto", "packed", "zstd", "ans"]
 
@@ -57,9 +53,6 @@ _SAMPLES, _SAMPLE = 8, 1 << 14  # how many samples of a large stream are tried, 
 _BYTES_ALPHABET_MAX = 16  # largest alphabet of which several symbols share a byte
 _ZSTD_MAGIC = zstandard.FRAME_HEADER
 
-_FEW = 16  # symbols of an alphabet whose models recur from stream to stream and are kept
-_KEPT = 4096
-
 _CODERS = get_args(CoderName)
 
 _Ints = npt.NDArray[np.int64]
@@ -77,10 +70,16 @@ class Coder(enum.IntEnum):
     @property
     def weight_bits(self) -> int:
         """Bits of one weight in the table of an ANS coder."""
-        return 4 if self is Coder.ANS_COARSE else 8
+        return COARSE if self is Coder.ANS_COARSE else FINE
 
 
-_WEIGHTED = frozenset({Coder.ANS_COARSE, Coder.ANS_FINE})
+_BY_WEIGHTS = {COARSE: Coder.ANS_COARSE, FINE: Coder.ANS_FINE}
+
+WEIGHTED = frozenset(_BY_WEIGHTS.values())
+"""The coders of symbols by ANS."""
+
+Coded = tuple[Coder, bytes | memoryview]
+"""A coder and a body."""
 
 
 def minimum_size(count: int, alphabet: int) -> int:
@@ -88,18 +87,19 @@ def minimum_size(count: int, alphabet: int) -> int:
     return count * symbol_dtype(alphabet).itemsize // EXPANSION
 
 
-def encode_stream(symbols: Symbols, coder: CoderName = "auto") -> tuple[Coder, bytes | memoryview]:
+def encode_stream(symbols: Symbols, coder: CoderName = "auto") -> Coded:
     """Code a stream.
 
     Args:
-        symbols: values within the alphabet (not checked), on any device: packing takes place there.
-        coder: ``"auto"`` picks by size, see :func:`_choose`; a named coder is used wherever it applies: where there is
+        symbols: on any device: packing takes place there.
+        coder: ``"auto"`` picks by size, see :func:`choose`; a named coder is used wherever it applies: where there is
             something to code and, for ANS, the alphabet is at most 4096.
 
     Returns:
         The coder used and the body, not yet filled up to :func:`minimum_size`.
 
     Raises:
+        CodecError: a symbol is outside the alphabet.
         OptionError: unknown coder.
     """
     if coder not in _CODERS:
@@ -108,14 +108,62 @@ def encode_stream(symbols: Symbols, coder: CoderName = "auto") -> tuple[Coder, b
         return Coder.PACKED, _packed(symbols)
     if coder == "zstd":
         return Coder.ZSTD, _zstd(_whole(symbols))
-    if coder == "ans" and symbols.alphabet <= ANS_ALPHABET_MAX:
-        whole = _whole(symbols) if _is_large(symbols) else None
-        counts, in_bytes = _histograms(symbols, whole)
-        if whole is not None and in_bytes is not None:
-            return Coder.ANS_BYTES, _ans(whole, _best_model(in_bytes, Coder.ANS_BYTES)[0])
-        model, _ = _best_model(counts)
-        return model.coder, _ans(symbols.values, model)
-    return _choose(symbols) if coder == "auto" else (Coder.PACKED, _packed(symbols))
+    if coder == "ans" and symbols.alphabet > ANS_ALPHABET_MAX:
+        return Coder.PACKED, _packed(symbols)
+    large = symbols.values.numel() >= LARGE
+    if large and symbols.alphabet <= _BYTES_ALPHABET_MAX:
+        return _encode_bytes(symbols, coder)
+    best = best_model(count_symbols(symbols)) if symbols.alphabet <= ANS_ALPHABET_MAX else None
+    choice = choose(symbols, coder, best, _whole(symbols) if large else None)
+    return settle(symbols, coder, choice, _ans(symbols.values, choice)) if isinstance(choice, Model) else choice
+
+
+def _encode_bytes(symbols: Symbols, coder: CoderName) -> Coded:
+    """A large stream of several symbols to a byte: bytes are counted, and coded, in a fraction of the time."""
+    whole = _whole(symbols)
+    counts, in_bytes = count_packed(whole, symbols)
+    choice = choose(symbols, coder, best_model(counts), whole)
+    if not isinstance(choice, Model):
+        return choice
+    model, _ = best_model(count_bytes(whole) if in_bytes is None else in_bytes, [FINE])
+    return Coder.ANS_BYTES, _ans(whole, model)
+
+
+def choose(
+    symbols: Symbols, coder: CoderName, best: tuple[Model, int] | None, whole: Tensor | None = None
+) -> Coded | Model:
+    """The smallest coder, unless a faster one is nearly as small.
+
+    ANS is estimated from the histogram. Packed symbols stay where it saves less than 3 %; Zstandard serves where it
+    comes within 2 % of ANS, or 8 % in a large stream. Alphabets too large for a table choose between these two alone.
+
+    Args:
+        symbols: a stream that holds some information.
+        coder: ``"auto"``, or ``"ans"`` for the model in any case.
+        best: the model for ANS and the bytes it will take; None where the alphabet is too large for one.
+        whole: of a large stream, the whole symbols in bytes.
+
+    Returns:
+        The coded stream, or the model for ANS.
+    """
+    size = packed_size(symbols.values.numel(), symbols.alphabet)
+    model, estimate = best or (None, _WORTHWHILE * size / _FAST)
+    if model is not None:
+        if coder == "ans":
+            return model
+        if estimate > _WORTHWHILE * size:
+            return Coder.PACKED, _packed(symbols, whole)
+    body = _small_zstd(symbols, size, estimate) if whole is None else _large_zstd(whole, estimate)
+    if body is not None:
+        return Coder.ZSTD, body
+    return model or (Coder.PACKED, _packed(symbols, whole))
+
+
+def settle(symbols: Symbols, coder: CoderName, model: Model, body: bytes) -> Coded:
+    """The stream coded by ANS, or packed after all: the last bytes of a short one may belie the estimate."""
+    if coder == "ans" or len(body) < packed_size(symbols.values.numel(), symbols.alphabet):
+        return _BY_WEIGHTS[model.weight_bits], body
+    return Coder.PACKED, _packed(symbols)
 
 
 def decode_stream(coder: Coder, body: Tensor, count: int, alphabet: int, device: torch.device) -> Tensor:
@@ -155,97 +203,11 @@ def decode_stream(coder: Coder, body: Tensor, count: int, alphabet: int, device:
     return unpack_symbols(_unans(body, size, 256, coder.weight_bits).to(device), count, alphabet, whole_digits)
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """Where a stream lies in some bytes: the arguments of :func:`decode_stream`."""
-
-    coder: Coder
-    body: slice
-    count: int
-    alphabet: int
-
-    def decode(self, data: Tensor, device: torch.device) -> Tensor:
-        """The symbols; WireError as of :func:`decode_stream`."""
-        return decode_stream(self.coder, data[self.body], self.count, self.alphabet, device)
-
-
-def decode_together(streams: Sequence[Stream], data: Tensor) -> list[Tensor | None]:
-    """The symbols, on the CPU, of those streams that are decoded faster side by side; None for all others.
-
-    Also for those that are malformed, of which :func:`decode_stream` tells what is wrong.
-
-    Args:
-        streams: checked as for :func:`decode_stream`.
-        data: uint8, on the CPU, in which they lie.
-    """
-    found: list[Tensor | None] = [None] * len(streams)
-    by_ans = [i for i, s in enumerate(streams) if s.coder in _WEIGHTED and 1 < s.alphabet <= 256 and s.count]
-    kernels = compiled("coding", data.device)
-    if kernels is None or len(by_ans) < 2:
-        return found
-    raw, chosen, fields, tables, place, shares = data.numpy(), [], [], [], 0, 0
-    for i in sorted(by_ans, key=lambda i: -streams[i].count):
-        stream = streams[i]
-        start = stream.body.start + packed_size(stream.alphabet, 1 << stream.coder.weight_bits)
-        table = _table(raw[stream.body.start : start].tobytes(), stream) if start <= stream.body.stop else None
-        if table is None or (start < stream.body.stop and not raw[stream.body.stop - 1]):
-            continue
-        chosen.append(i)
-        fields.append((start, stream.body.stop, stream.count, place, shares, shares + stream.alphabet))
-        tables.append(table)
-        place, shares = place + stream.count, shares + stream.alphabet
-    if not fields:
-        return found
-    symbols, good = np.empty(place, dtype=np.uint8), np.empty(len(fields), dtype=np.bool_)
-    kernels.ans_decode_together(raw, np.array(fields), np.concatenate(tables), symbols, good)
-    decoded = torch.split(torch.from_numpy(symbols), [streams[i].count for i in chosen])
-    for i, values, fine in zip(chosen, decoded, good, strict=True):
-        found[i] = values if fine else None
-    return found
-
-
-def _table(packed: bytes, stream: Stream) -> _Ints | None:
-    """The frequencies of a stream; None if it has no such table."""
-    try:
-        return _shares_of(packed, stream.alphabet, stream.coder.weight_bits)
-    except WireError:
-        return None
-
-
-def _choose(symbols: Symbols) -> tuple[Coder, bytes | memoryview]:
-    """The smallest coder, unless a faster one is nearly as small.
-
-    ANS is estimated from the histogram. Packed symbols stay where it saves less than 3 %; Zstandard serves where it
-    comes within 2 % of ANS, or 8 % in a large stream. Alphabets too large for a table choose between these two alone.
-    """
-    size = packed_size(symbols.values.numel(), symbols.alphabet)
-    estimate = _WORTHWHILE * size / _FAST
-    whole = _whole(symbols) if _is_large(symbols) else None
-    if symbols.alphabet <= ANS_ALPHABET_MAX:
-        counts, in_bytes = _histograms(symbols, whole)
-        model, estimate = _best_model(counts)
-        if estimate > _WORTHWHILE * size:
-            return Coder.PACKED, _packed(symbols)
-    if whole is None:
-        if size >= _ZSTD_MIN and len(body := _zstd(_whole(symbols))) <= _FAST * estimate:
-            return Coder.ZSTD, body
-    elif _zstd_promises(whole, limit := _FAST_LARGE * estimate) and len(body := _zstd(whole)) <= limit:
-        return Coder.ZSTD, body
-    if symbols.alphabet > ANS_ALPHABET_MAX:
-        return Coder.PACKED, _packed(symbols)
-    if whole is not None and in_bytes is not None:
-        return Coder.ANS_BYTES, _ans(whole, _best_model(in_bytes, Coder.ANS_BYTES)[0])
-    # The last bytes of a short stream may belie the estimate.
-    body = _ans(symbols.values, model)
-    return (model.coder, body) if len(body) < size else (Coder.PACKED, _packed(symbols))
-
-
-def _is_large(symbols: Symbols) -> bool:
-    return symbols.values.numel() >= LARGE
-
-
-def _packed(symbols: Symbols) -> memoryview:
-    return pack_symbols(symbols.values, symbols.alphabet).cpu().numpy().data
+def _packed(symbols: Symbols, whole: Tensor | None = None) -> memoryview:
+    """Packed symbols; the whole ones in bytes, if there are any, may be the same."""
+    if whole is None or whole_digits(symbols.alphabet) != tight_digits(symbols.alphabet):
+        whole = pack_symbols(symbols.values, symbols.alphabet).cpu()
+    return whole.numpy().data
 
 
 def _whole(symbols: Symbols) -> Tensor:
@@ -253,24 +215,45 @@ def _whole(symbols: Symbols) -> Tensor:
     return pack_symbols(symbols.values, symbols.alphabet, whole_digits).cpu()
 
 
-def _zstd(whole: Tensor) -> bytes:
-    threads = torch.get_num_threads()
-    if threads == 1 or whole.numel() <= 2 * _ZSTD_JOB:
-        compressor = zstandard.ZstdCompressor(level=1)
-    else:
+class _Contexts(threading.local):
+    """What Zstandard works with; each thread keeps its own, which take as long to make as to code a few kilobytes."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=1)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_contexts = _Contexts()
+
+
+def _zstd(whole: Tensor) -> memoryview:
+    threads, compressor = torch.get_num_threads(), _contexts.compressor
+    if threads > 1 and whole.numel() > 2 * _ZSTD_JOB:
         compressor = zstandard.ZstdCompressor(
             compression_params=zstandard.ZstdCompressionParameters.from_level(
                 1, source_size=whole.numel(), threads=threads, job_size=_ZSTD_JOB
             )
         )
-    return compressor.compress(whole.numpy().data)[len(_ZSTD_MAGIC) :]
+    return memoryview(compressor.compress(whole.numpy().data))[len(_ZSTD_MAGIC) :]
 
 
-def _zstd_promises(whole: Tensor, limit: float) -> bool:
-    """Whether Zstandard may stay below a size, by what it makes of samples of a large stream."""
+def _small_zstd(symbols: Symbols, size: int, estimate: float) -> memoryview | None:
+    """A stream by Zstandard, if it is worth its time and small enough."""
+    if size < _ZSTD_MIN:
+        return None
+    body = _zstd(_whole(symbols))
+    return body if len(body) <= _FAST * estimate else None
+
+
+def _large_zstd(whole: Tensor, estimate: float) -> memoryview | None:
+    """The same of a large stream, if samples of it promise as much."""
+    limit = _FAST_LARGE * estimate
     starts = range(0, whole.numel() - _SAMPLE + 1, max(whole.numel() // _SAMPLES, 1))
     sample = torch.cat([whole[start : start + _SAMPLE] for start in starts] or [whole])
-    return len(_zstd(sample)) * whole.numel() <= 1.02 * limit * sample.numel()
+    if len(_zstd(sample)) * whole.numel() > 1.02 * limit * sample.numel():
+        return None
+    body = _zstd(whole)
+    return body if len(body) <= limit else None
 
 
 def _unzstd(body: Tensor, count: int, alphabet: int) -> Tensor:
@@ -284,93 +267,13 @@ def _unzstd(body: Tensor, count: int, alphabet: int) -> Tensor:
                 f"Zstandard frame announces {header.content_size} bytes, window {header.window_size}, dictionary "
                 f"{header.dict_id}; {count} symbols of an alphabet of {alphabet} are {size} bytes without a dictionary"
             )
-        whole = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        whole = _contexts.decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise WireError(f"Zstandard stream of {body.numel()} bytes is damaged: {error}") from error
     return torch.frombuffer(bytearray(whole), dtype=torch.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A transmitted model: its table, the frequencies that follow from it, and the bits that each symbol takes."""
-
-    coder: Coder
-    table: bytes
-    frequencies: _Ints
-    bits: npt.NDArray[np.float64]
-
-    @classmethod
-    def of(cls, coder: Coder, codes: npt.NDArray[np.uint8]) -> "_Model":
-        """The model of these weight codes ``[alphabet]``."""
-        return (_kept_model if len(codes) <= _FEW else _model)(coder, codes.tobytes())
-
-
-def _model(coder: Coder, codes: bytes) -> _Model:
-    weights = np.frombuffer(bytearray(codes), dtype=np.uint8)
-    shares = frequencies(weights, coder.weight_bits)
-    table = pack_symbols(torch.from_numpy(weights), 1 << coder.weight_bits).numpy().tobytes()
-    return _Model(coder, table, shares, TOTAL_BITS - np.log2(shares))
-
-
-_kept_model = functools.lru_cache(_KEPT)(_model)
-
-
-def _shares(table: bytes, alphabet: int, weight_bits: int) -> _Ints:
-    """The frequencies that follow from a table; WireError if there is no such table."""
-    packed = torch.frombuffer(bytearray(table), dtype=torch.uint8)
-    return frequencies(unpack_symbols(packed, alphabet, 1 << weight_bits).numpy(), weight_bits)
-
-
-_kept_shares = functools.lru_cache(_KEPT)(_shares)
-
-
-def _shares_of(table: bytes, alphabet: int, weight_bits: int) -> _Ints:
-    return (_kept_shares if alphabet <= _FEW else _shares)(table, alphabet, weight_bits)
-
-
-def _histograms(symbols: Symbols, whole: Tensor | None) -> tuple[_Ints, _Ints | None]:
-    """How often each symbol occurs, ``[alphabet]``, and each byte, ``[256]``, if bytes are given and are fewer."""
-    if whole is None or symbols.alphabet > _BYTES_ALPHABET_MAX:
-        return _count(symbols.values, symbols.alphabet), None
-    ((base, *_),) = whole_digits(symbols.alphabet)
-    per_byte = DIGITS_PER_BYTE[base]
-    in_bytes = _count(whole, 256)
-    by_digit = in_bytes[: base**per_byte].reshape([base] * per_byte)
-    digits: _Ints = sum(by_digit.sum(tuple(b for b in range(per_byte) if b != axis)) for axis in range(per_byte))
-    digits[0] -= per_byte * whole.numel() - symbols.values.numel()  # what fills up the last bytes
-    return digits[: symbols.alphabet], in_bytes
-
-
-def _count(values: Tensor, alphabet: int) -> _Ints:
-    if alphabet <= 256 and (kernels := compiled("coding", values.device)):
-        return _count_compiled(kernels, values.numpy())[:alphabet]
-    parts = torch.split(values, piece_size(values.numel(), values.device))
-    counted = map_pieces(lambda part: torch.bincount(part, minlength=alphabet), parts)
-    total: _Ints = torch.stack(counted).sum(0).cpu().numpy()
-    return total
-
-
-def _count_compiled(kernels: ModuleType, values: npt.NDArray[np.uint8]) -> _Ints:
-    """How often each byte occurs: ``[256]``."""
-
-    def work(start: int, stop: int) -> _Ints:
-        counts = np.zeros(256, dtype=np.int64)
-        kernels.count_bytes(values[start:stop], counts)
-        return counts
-
-    return sum(map_parts(work, len(values)), np.zeros(256, dtype=np.int64))
-
-
-def _best_model(counts: _Ints, *coders: Coder) -> tuple[_Model, float]:
-    """The model that makes a stream of this histogram smallest, table included, and the bytes that it will take."""
-    choices = []
-    for coder in coders or (Coder.ANS_COARSE, Coder.ANS_FINE):
-        model = _Model.of(coder, weight_codes(counts, coder.weight_bits))
-        choices.append((model, math.ceil(float(counts @ model.bits) / 8) + len(model.table)))
-    return min(choices, key=lambda choice: choice[1])
-
-
-def _ans(values: Tensor, model: _Model) -> bytes:
+def _ans(values: Tensor, model: Model) -> bytes:
     return model.table + ans_encode(values.cpu().numpy(), model.frequencies)
 
 
@@ -379,5 +282,5 @@ def _unans(body: Tensor, count: int, alphabet: int, weight_bits: int) -> Tensor:
     size, data = packed_size(alphabet, 1 << weight_bits), body.numpy()
     if len(data) < size:
         raise WireError(f"table of {alphabet} weights takes {size} bytes, the stream has only {len(data)}")
-    values = ans_decode(data[size:].tobytes(), count, _shares_of(data[:size].tobytes(), alphabet, weight_bits))
+    values = ans_decode(data[size:].tobytes(), count, frequencies_of(data[:size].tobytes(), alphabet, weight_bits))
     return torch.from_numpy(values).to(symbol_dtype(alphabet))

@@ -38,7 +38,7 @@ from isgq.wire.record import (
     digests_follow,
     read_record,
     read_sizes,
-    write_record,
+    write_records,
     write_sizes,
 )
 from isgq.wire.template import Form, Template, form_of
@@ -77,7 +77,7 @@ def pack(payload: Record, *, coder: CoderName = "auto") -> Tensor:
         CodecError: symbols outside their alphabet, or a name, dtype, shape or digest that cannot be sent.
         OptionError: unknown coder.
     """
-    return _write(Kind.PAYLOAD, [payload], coder, _STANDS_ALONE)[0]
+    return _write(Kind.PAYLOAD, [payload], [form_of(payload)], coder, _STANDS_ALONE)[0]
 
 
 def pack_message(
@@ -86,6 +86,7 @@ def pack_message(
     coder: CoderName = "auto",
     digests: Digests | None = None,
     template: Template | None = None,
+    forms: Sequence[Form] | None = None,
 ) -> tuple[Tensor, list[int]]:
     """Write many payloads with one header and one checksum, saying once what they have in common.
 
@@ -96,6 +97,7 @@ def pack_message(
             a pair of them for x and d. They are left out if they are those of the records (zero digests stay zero), and
             written if not. In either case the message can be read with the same digests only.
         template: leave out what the receiver knows from the same template; a record may still differ from it.
+        forms: what :func:`isgq.wire.template.form_of` says of the records, if it has been asked already.
 
     Returns:
         uint8 ``[bytes]`` on the CPU, and the bytes of each record; the rest is shared by all.
@@ -106,7 +108,7 @@ def pack_message(
     """
     implied = digests is not None and all(map(digests_follow, records, digests))
     kind = Kind.IMPLIED if implied else Kind.MESSAGE
-    return _write(kind, records, coder, template or _STANDS_ALONE, digests)
+    return _write(kind, records, forms or list(map(form_of, records)), coder, template or _STANDS_ALONE, digests)
 
 
 def unpack(data: Tensor, *, device: torch.device | str = "cpu") -> Record:
@@ -168,14 +170,20 @@ def checksum_at(frame: memoryview | bytes | bytearray) -> int:
 
 
 def _write(
-    kind: Kind, records: Sequence[Record], coder: CoderName, template: Template, digests: Digests | None = None
+    kind: Kind,
+    records: Sequence[Record],
+    forms: Sequence[Form],
+    coder: CoderName,
+    template: Template,
+    digests: Digests | None = None,
 ) -> tuple[Tensor, list[int]]:
     names = {name: at for at, name in enumerate(template.names)}
     layouts = {layout: at for at, layout in enumerate(template.layouts)}
     new_layouts: Pieces = []
     bodies: list[Pieces] = []
-    for index, record in enumerate(records):
-        layout, sizes = form = form_of(record)
+    contents = write_records(records, coder, kind is Kind.IMPLIED)
+    for index, (form, content) in enumerate(zip(forms, contents, strict=True)):
+        layout, sizes = form
         if form == template.form(index):
             said = varint(0)
         else:
@@ -183,7 +191,7 @@ def _write(
                 layouts[layout] = len(layouts)
                 new_layouts.append(write_layout(layout, names))
             said = varint(1 + layouts[layout]) + write_sizes(sizes, layout)
-        bodies.append([said, *write_record(record, coder, kind is Kind.IMPLIED)])
+        bodies.append([said, *content])
     new_names = list(names)[len(template.names) :]
     if _says_all(template, len(new_names), len(new_layouts), len(bodies)):
         head: Pieces = [_SHORT.pack(_SHORT_MARK | kind, 0)]

@@ -58,7 +58,11 @@ class Reader:
 
     def byte(self, what: str) -> int:
         """Read one byte; WireError at the end of the data."""
-        return int(self.data[self.skip(1, what).start])
+        at = self.at
+        if at == len(self.data):
+            self.skip(1, what)
+        self.at = at + 1
+        return self.data[at]
 
     def varint(self, what: str) -> int:
         """Read an integer.

@@ -16,16 +16,20 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isgq.core.errors import CodecError, WireError
 from isgq.core.payload import PairPayload, Payload, Symbols
 from isgq.wire.bits import packed_size
-from isgq.wire.entropy import Coder, CoderName, Stream, decode_together, encode_stream, minimum_size
+from isgq.wire.entropy import Coded, Coder, CoderName, encode_stream, minimum_size
 from isgq.wire.layout import Layout, PartLayout, Record, TensorLayout, digests_of, parts_of, shape_problem
 from isgq.wire.reader import Reader, varint
+from isgq.wire.together import Stream, decode_together, encode_together
 
 Pieces = list[bytes | memoryview]
 Digests = Sequence[int | Sequence[int]]
@@ -98,25 +102,33 @@ def _read_shape(reader: Reader, ndim: int, what: str) -> tuple[int, ...]:
     return shape
 
 
-def write_record(record: Record, coder: CoderName, implied_digest: bool) -> Pieces:
-    """Write digests and contents of a record.
+def write_records(records: Sequence[Record], coder: CoderName, implied_digest: bool) -> list[Pieces]:
+    """Write digests and contents of records.
 
     Args:
-        record: what to write.
-        coder: for its streams.
+        records: what to write.
+        coder: for their streams.
         implied_digest: leave the digests out.
 
     Raises:
         CodecError: symbols outside their alphabet.
         OptionError: unknown coder.
     """
+    streams = [stream for record in records for part in parts_of(record) for stream in part.symbols.values()]
+    known = iter(encode_together(streams, coder))
+    return [_write_record(record, coder, implied_digest, known) for record in records]
+
+
+def _write_record(record: Record, coder: CoderName, implied_digest: bool, known: Iterator[Coded | None]) -> Pieces:
     digests = [] if implied_digest else digests_of(record)
     out: Pieces = [digest.to_bytes(8, "little") for digest in digests]
     for part in parts_of(record):
         out += map(_raw, part.tensors.values())
         for name, symbols in part.symbols.items():
-            _check_symbols(symbols, f"stream {name!r} of a {part.codec!r} payload")
-            used, body = encode_stream(symbols, coder)
+            try:
+                used, body = next(known) or encode_stream(symbols, coder)
+            except CodecError as error:
+                raise CodecError(f"stream {name!r} of a {part.codec!r} payload has {error}") from error
             length = 0 if used is Coder.PACKED else len(body)
             missing = minimum_size(symbols.values.numel(), symbols.alphabet) - len(body)
             out += [varint(length << _CODER_BITS | used), body, bytes(max(0, missing))]
@@ -124,46 +136,40 @@ def write_record(record: Record, coder: CoderName, implied_digest: bool) -> Piec
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8)
-    return _little_endian(flat, tensor.dtype.itemsize).numpy().data
+    """The values in row-major order, little-endian."""
+    if tensor.dtype is torch.bfloat16:  # which numpy does not know
+        tensor = tensor.view(torch.int16)
+    flat = np.ascontiguousarray(tensor.numpy(force=True)).reshape(-1).view(np.uint8)
+    return _little_endian(flat, tensor.itemsize).data
 
 
-def _little_endian(flat: Tensor, itemsize: int) -> Tensor:
+def _little_endian(flat: NDArray[np.uint8], itemsize: int) -> NDArray[np.uint8]:
     """Bytes ``[n itemsize]`` from the host's order to little-endian, or back."""
-    return flat if sys.byteorder == "little" else flat.view(-1, itemsize).flip(1).reshape(-1)
+    return flat if sys.byteorder == "little" else flat.reshape(-1, itemsize)[:, ::-1].reshape(-1)
 
 
-def _check_symbols(symbols: Symbols, what: str) -> None:
-    values = symbols.values
-    if not values.numel():
-        return
-    if values.dtype is torch.uint8 and values.device.type == "cpu":  # where numpy is faster, and half will do
-        low, high = 0, int(values.numpy().max())
-    else:
-        low, high = (int(bound) for bound in torch.aminmax(values))
-    if low < 0 or high >= symbols.alphabet:
-        raise CodecError(f"{what} has symbols {low} .. {high}, allowed are 0 .. {symbols.alphabet - 1}")
-
-
-@dataclass(frozen=True, slots=True)
-class RawField:
+class RawField(NamedTuple):
     """Where a raw tensor lies in a frame."""
 
     layout: TensorLayout
     shape: tuple[int, ...]
     body: slice
 
-    def build(self, data: Tensor, device: torch.device) -> Tensor:
-        """Copy it out of the frame ``data``; WireError if a bool is neither 0 nor 1."""  # noqa: DOC501
-        flat = data[self.body].clone()
-        if self.layout.dtype is torch.bool and flat.numel() and int(flat.max()) > 1:
-            raise WireError(f"tensor {self.layout.name!r}: a bool is {int(flat.max())}, allowed are 0 and 1")
-        flat = _little_endian(flat, self.layout.dtype.itemsize)
-        return flat.view(self.layout.dtype).reshape(self.shape).to(device)
+    def build(self, frame: memoryview, device: torch.device) -> Tensor:
+        """Copy it out of the frame; WireError if a bool is neither 0 nor 1."""  # noqa: DOC501
+        dtype = self.layout.dtype
+        if self.body.start == self.body.stop:
+            return torch.empty(self.shape, dtype=dtype, device=device)
+        raw = bytearray(frame[self.body])
+        if sys.byteorder == "big":
+            raw = bytearray(_little_endian(np.frombuffer(raw, dtype=np.uint8), dtype.itemsize))
+        flat = torch.frombuffer(raw, dtype=dtype)
+        if dtype is torch.bool and (largest := int(flat.view(torch.uint8).max())) > 1:
+            raise WireError(f"tensor {self.layout.name!r}: a bool is {largest}, allowed are 0 and 1")
+        return (flat if len(self.shape) == 1 else flat.view(self.shape)).to(device)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamField:
+class StreamField(NamedTuple):
     """Where a stream of symbols lies in a frame."""
 
     name: str
@@ -178,34 +184,33 @@ class StreamField:
         return Symbols(values, self.stream.alphabet)
 
 
-@dataclass(frozen=True, slots=True)
-class PartFields:
+class PartFields(NamedTuple):
     """Where the contents of a payload lie in a frame."""
 
     layout: PartLayout
     shape: tuple[int, ...]
     digest: int
-    tensors: tuple[RawField, ...]
-    streams: tuple[StreamField, ...]
+    tensors: Sequence[RawField]
+    streams: Sequence[StreamField]
 
     def build(self, data: Tensor, device: torch.device, known: Iterator[Tensor | None]) -> Payload:
         """Decode the payload from the frame ``data``; WireError if it is malformed."""
+        frame = data.numpy().data
         return Payload(
             codec=self.layout.codec,
             shape=self.shape,
             dtype=self.layout.dtype,
-            tensors={field.layout.name: field.build(data, device) for field in self.tensors},
+            tensors={field.layout.name: field.build(frame, device) for field in self.tensors},
             symbols={field.name: field.build(data, device, next(known)) for field in self.streams},
             digest=self.digest,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RecordFields:
+class RecordFields(NamedTuple):
     """Where the contents of a record lie in a frame."""
 
     layout: Layout
-    parts: tuple[PartFields, ...]
+    parts: Sequence[PartFields]
 
     def build(self, data: Tensor, device: torch.device, known: Iterator[Tensor | None]) -> Record:
         """Decode the record; arguments and errors as of :func:`build_records`."""
@@ -248,8 +253,8 @@ def read_record(reader: Reader, layout: Layout, sizes: Sizes, implied: "int | Se
         WireError: malformed.
     """
     digests = _read_digests(reader, layout) if implied is None else _use_digests(layout, implied)
-    parts = (_read_part(reader, *part) for part in zip(layout.parts, sizes, digests, strict=True))
-    return RecordFields(layout, tuple(parts))
+    parts = zip(layout.parts, sizes, digests, strict=True)
+    return RecordFields(layout, [_read_part(reader, *part) for part in parts])
 
 
 def _read_digests(reader: Reader, layout: Layout) -> list[int]:
@@ -274,11 +279,11 @@ def _read_part(reader: Reader, layout: PartLayout, sizes: PartSizes, digest: int
     for tensor, shape in zip(layout.tensors, sizes.tensors, strict=True):
         body = reader.skip(math.prod(shape) * tensor.dtype.itemsize, f"tensor {tensor.name!r}")
         tensors.append(RawField(tensor, shape, body))
-    streams = (
+    streams = [
         _read_stream(reader, stream.name, stream.alphabet, count)
         for stream, count in zip(layout.streams, sizes.counts, strict=True)
-    )
-    return PartFields(layout, sizes.shape, digest, tuple(tensors), tuple(streams))
+    ]
+    return PartFields(layout, sizes.shape, digest, tensors, streams)
 
 
 def _read_stream(reader: Reader, name: str, alphabet: int, count: int) -> StreamField:
@@ -294,6 +299,7 @@ def _read_stream(reader: Reader, name: str, alphabet: int, count: int) -> Stream
             raise WireError(f"{what} before byte {reader.at} is packed, its length must be written as 0, not {length}")
         length = packed_size(count, alphabet)
     body = reader.skip(max(length, minimum_size(count, alphabet)), f"{what} of {count} symbols")
-    if any(bytes(reader.data[body.start + length : body.stop])):
+    end = body.start + length
+    if end < body.stop and any(bytes(reader.data[end : body.stop])):
         raise WireError(f"{what} at byte {body.start}: what fills it up must be zero")
-    return StreamField(name, Stream(coder, slice(body.start, body.start + length), count, alphabet))
+    return StreamField(name, Stream(coder, slice(body.start, end), count, alphabet))

@@ -87,6 +87,6 @@ def form_of(record: Record) -> Form:
 
 
 def _facts(part: Payload) -> Hashable:
-    tensors = tuple((name, tensor.dtype, tensor.shape) for name, tensor in part.tensors.items())
-    streams = tuple((name, symbols.alphabet, symbols.values.shape) for name, symbols in part.symbols.items())
-    return part.codec, tuple(part.shape), part.dtype, part.digest == 0, tensors, streams
+    tensors = [(name, tensor.dtype, tensor.shape) for name, tensor in part.tensors.items()]
+    streams = [(name, symbols.alphabet, symbols.values.numel()) for name, symbols in part.symbols.items()]
+    return part.codec, tuple(part.shape), part.dtype, part.digest == 0, tuple(tensors), tuple(streams)

@@ -1,15 +1,20 @@
 """Compiled kernels of the wire against the plain code: the same bytes, the same symbols, the same refusals."""
 
+import itertools
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 
-from isgq.core.errors import WireError
+from isgq.core.errors import CodecError, WireError
 from isgq.core.kernels import disabled
 from isgq.core.payload import Symbols, symbol_dtype
+from isgq.wire import entropy
 from isgq.wire.ans import ans_decode, ans_encode, frequencies, weight_codes
 from isgq.wire.bits import SEGMENT, pack_symbols, tight_digits, unpack_symbols, whole_digits
-from isgq.wire.entropy import encode_stream
+from isgq.wire.entropy import CoderName, encode_stream
+from isgq.wire.histogram import count_packed
 
 ALPHABETS = [1, 2, 3, 4, 5, 6, 7, 9, 10, 16, 17, 27, 81, 100, 243, 255, 256, 257, 4000]
 SIZES = [0, 1, 2, 4, 5, 7, 8, 39, 40, 41, 4095, 4097, 70_001]
@@ -87,3 +92,33 @@ def test_the_same_coder_is_chosen(alphabet: int, skew: float) -> None:
             plain, expected = encode_stream(symbols)
         assert coder is plain
         assert bytes(body) == bytes(expected)
+
+
+@pytest.mark.parametrize("alphabet", [2, 3, 4, 5, 16])
+def test_symbols_are_counted_in_bytes(alphabet: int) -> None:
+    for size in (1, 31, 32, 33, 1001, SEGMENT + 7):
+        symbols = Symbols(stream(size, alphabet), alphabet)
+        whole = pack_symbols(symbols.values, alphabet, whole_digits)
+        expected = np.bincount(symbols.values.numpy(), minlength=alphabet)
+        assert np.array_equal(count_packed(whole, symbols)[0], expected)
+        with disabled():
+            assert np.array_equal(count_packed(whole, symbols)[0], expected)
+
+
+@pytest.mark.parametrize("coder", ["auto", "packed", "zstd", "ans"])
+@pytest.mark.parametrize("alphabet", [1, 2, 3, 4, 7, 16, 17, 255, 257, 5000])
+def test_symbols_outside_the_alphabet_are_refused(
+    alphabet: int, coder: CoderName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for large in (1, 1 << 20):
+        monkeypatch.setattr(entropy, "LARGE", large)
+        for place, value in itertools.product((0, 7, 39, 40), (alphabet, min(alphabet + 40, 255))):
+            values = stream(41, alphabet)
+            values[place] = value
+            if value >= alphabet:
+                for plain in (False, True):
+                    with (
+                        disabled() if plain else nullcontext(),
+                        pytest.raises(CodecError, match=rf"\.\. {value}, allowed are 0 \.\. {alphabet - 1}$"),
+                    ):
+                        encode_stream(Symbols(values, alphabet), coder)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isgq.core.kernels.compiler import kernel, multiply_high
+from isgq.core.kernels.compiler import bit_count, kernel, multiply_high
 
 _Bytes = NDArray[np.uint8]
 _Words = NDArray[np.uint32]
@@ -21,8 +21,12 @@ _TOTAL_BITS = np.uint64(24)
 _QUANTILE = np.uint64((1 << 24) - 1)
 _WORD_BITS = np.uint64(32)
 _WORD = np.uint64(0xFFFFFFFF)
+_EVEN_BITS = np.uint64(0x5555555555555555)
 _FULL_SHIFT = np.uint64(64 - 24)
 _ONE = np.uint64(1)
+_TOP_BIT = np.uint64(1 << 63)
+_HALF_TOTAL = np.uint64(1 << 23)
+_BYTE = 256  # values of a byte
 _LOOKUP_BITS = 10
 _LOOKUP_SHIFT = np.uint64(24 - 10)
 _BYTE_BITS = np.uint64(8)
@@ -30,9 +34,13 @@ _LANES = 8  # streams side by side: the next symbol of one waits for the last
 
 
 @kernel
-def pack_digits(digits: _Bytes, base: int, out: _Bytes) -> None:
-    """Byte j is ``sum_c digits[j + c m] base**c``, m being the number of bytes: see :mod:`isgq.wire.bits`."""
-    size, factor = len(out), np.uint8(base)
+def pack_digits(digits: _Bytes, base: int, out: _Bytes) -> int:
+    """Byte j is ``sum_c digits[j + c m] base**c``, m being the number of bytes: see :mod:`isgq.wire.bits`.
+
+    Returns:
+        The largest digit, which may not be below the base: the bytes mean nothing then.
+    """
+    size, factor, largest = len(out), np.uint8(base), np.uint8(0)
     for first in range(0, size, _BLOCK):
         total = out[first : first + _BLOCK]
         total[:] = np.uint8(0)
@@ -42,6 +50,9 @@ def pack_digits(digits: _Bytes, base: int, out: _Bytes) -> None:
                 total[j] = np.uint8(total[j] * factor)
             for j in range(len(row)):
                 total[j] = np.uint8(total[j] + row[j])
+            for j in range(len(row)):
+                largest = np.uint8(max(largest, row[j]))
+    return int(largest)
 
 
 @kernel
@@ -83,12 +94,63 @@ def count_bytes(values: _Bytes, out: _Ints) -> None:
 
 
 @kernel
+def count_together(values: _Bytes, ends: _Ints, alphabets: _Ints, out: _Ints, good: NDArray[np.bool_]) -> None:
+    """:func:`count_bytes` of streams one after another.
+
+    Args:
+        values: their symbols.
+        ends: where each stream ends.
+        alphabets: of the streams.
+        out: ``[streams, 256]`` counts.
+        good: whether all symbols of a stream are within its alphabet.
+    """
+    start = 0
+    for stream in range(len(ends)):
+        out[stream] = 0
+        count_bytes(values[start : ends[stream]], out[stream])
+        start = ends[stream]
+        good[stream] = not out[stream, alphabets[stream] :].any()
+
+
+@kernel
+def count_pairs(words: NDArray[np.uint64]) -> tuple[int, int, int]:
+    """How many pairs of bits have the lower bit set, how many the upper one, and how many both."""
+    low = high = both = np.uint64(0)
+    for word in words:
+        lower, upper = word & _EVEN_BITS, word >> _ONE & _EVEN_BITS
+        low += bit_count(lower)
+        high += bit_count(upper)
+        both += bit_count(lower & upper)
+    return int(low), int(high), int(both)
+
+
+@kernel
 def weight_codes(counts: _Ints, midpoints: NDArray[np.float64], largest: int, out: _Bytes) -> None:
     """Codes of the weights nearest to the counts, the largest count being given the largest weight; 0 for 0 alone."""
     factor = largest / np.max(counts)
     for symbol in range(len(counts)):
         code = np.searchsorted(midpoints, counts[symbol] * factor)
         out[symbol] = max(code, 1) if counts[symbol] > 0 else code
+
+
+@kernel
+def weigh_together(
+    counts: _Ints, alphabets: _Ints, coarse: NDArray[np.float64], fine: NDArray[np.float64], largest: _Ints, out: Any
+) -> None:
+    """:func:`weight_codes` of several histograms, by both tables.
+
+    Args:
+        counts: ``[streams, 256]``.
+        alphabets: of the streams.
+        coarse: midpoints of the coarse weights.
+        fine: midpoints of the fine ones.
+        largest: the largest weight of either table.
+        out: ``[streams, 2, 256]`` codes.
+    """
+    for stream in range(len(counts)):
+        own = counts[stream, : alphabets[stream]]
+        weight_codes(own, coarse, largest[0], out[stream, 0])
+        weight_codes(own, fine, largest[1], out[stream, 1])
 
 
 @kernel
@@ -155,6 +217,91 @@ def ans_encode(values: _Bytes, frequencies: _Ints, out: _Words) -> int:
 
 
 @kernel
+def _divide_by(frequencies: _Ints, rows: Any) -> None:
+    """What :func:`_push` needs of each symbol: its limit, an exact reciprocal (3), what is below it, what is beside it.
+
+    A state below ``f << 40`` divided by ``f`` is ``(state + plus) * factor >> 64 >> shift``; the factor is
+    ``2**(64 + shift) / f``, rounded up, or down with 1 to add, whichever is nearer. Source: T. Granlund and
+    P. Montgomery, "Division by invariant integers using multiplication", PLDI 1994.
+    """
+    below = np.uint64(0)
+    for symbol in range(len(frequencies)):
+        frequency, bits = np.uint64(frequencies[symbol]), np.uint64(0)
+        while _ONE << bits < frequency:
+            bits += _ONE
+        rest = _TOP_BIT % frequency << bits
+        up = (rest + frequency - _ONE) // frequency
+        factor, plus, shift = (_TOP_BIT // frequency << bits) + up, np.uint64(0), bits - _ONE
+        if frequency == _ONE:
+            factor, plus, shift = ~np.uint64(0), _ONE, np.uint64(0)
+        elif up * frequency - rest >= _HALF_TOTAL:
+            factor, plus = factor - _ONE, _ONE
+        row = rows[symbol]
+        row[0], row[1], row[2], row[3] = frequency << _FULL_SHIFT, factor, plus, shift
+        row[4], row[5] = below, (_ONE << _TOTAL_BITS) - frequency
+        below += frequency
+
+
+@kernel
+def _push(state: Any, rows: Any, at: Any, out: _Words, place: Any) -> Any:
+    """Code one symbol without any jump, which could not be foreseen; a word that is not yet full is overwritten."""
+    full = state >= rows[at, 0]
+    out[place] = np.uint32(state & _WORD)
+    state = state >> _WORD_BITS if full else state
+    quotient = multiply_high(state + rows[at, 2], rows[at, 1]) >> rows[at, 3]
+    return state + rows[at, 4] + quotient * rows[at, 5], place + np.uint64(full)
+
+
+@kernel
+def ans_encode_together(values: _Bytes, fields: _Ints, frequencies: _Ints, out: _Words, sizes: _Ints) -> None:
+    """:func:`ans_encode` for several streams, two at a time: the next symbol of one waits for the last.
+
+    Args:
+        values: the symbols of all streams.
+        fields: ``[streams, 5]``, best the longest first: where the symbols begin and end, where the words go, and where
+            the frequencies begin and end.
+        frequencies: of all streams.
+        out: all words; each stream needs room for two more than it has symbols, and there is one more at the end.
+        sizes: the number of words of each stream.
+    """
+    rows = np.zeros((2 * _BYTE, 6), dtype=np.uint64)
+    state, place, last = np.zeros((3, 2), dtype=np.uint64)
+    left, stream, coming = np.zeros(2, dtype=np.int64), np.full(2, -1), 0
+    while True:
+        for lane in range(2):
+            if left[lane]:
+                continue
+            if stream[lane] >= 0:
+                while state[lane]:
+                    out[place[lane]] = np.uint32(state[lane] & _WORD)
+                    place[lane] += _ONE
+                    state[lane] >>= _WORD_BITS
+                sizes[stream[lane]] = np.int64(place[lane]) - fields[stream[lane], 2]
+            stream[lane] = coming if coming < len(fields) else -1
+            if coming < len(fields):
+                start, stop, place[lane], low, high = fields[coming]
+                left[lane], last[lane] = stop - start, stop - 1
+                _divide_by(frequencies[low:high], rows[lane * _BYTE :])
+            coming += 1
+        for lane in range(2):
+            if stream[lane] < 0:
+                if stream[1 - lane] < 0:
+                    return
+                # A lane without a stream goes along at state 0.
+                place[lane], left[lane], last[lane] = len(out) - 1, left[1 - lane], last[1 - lane]
+                rows[lane * _BYTE : (lane + 1) * _BYTE] = np.uint64(0)
+                rows[lane * _BYTE : (lane + 1) * _BYTE, 0] = _TOP_BIT
+        steps = min(left)
+        (a, b), (to_a, to_b), (from_a, from_b) = state, place, last
+        for i in range(np.uint64(steps)):
+            a, to_a = _push(a, rows, np.uint64(values[from_a - i]), out, to_a)
+            b, to_b = _push(b, rows, np.uint64(values[from_b - i]) + np.uint64(_BYTE), out, to_b)
+        state[0], state[1], place[0], place[1] = a, b, to_a, to_b
+        last -= np.uint64(steps)
+        left -= steps
+
+
+@kernel
 def _lowest(sums: Any) -> Any:
     """The first symbol that each part of the quantiles may belong to."""
     lookup = np.empty(1 << _LOOKUP_BITS, dtype=np.uint8)
@@ -207,7 +354,8 @@ def ans_decode_together(data: _Bytes, fields: _Ints, frequencies: _Ints, out: _B
     sums = np.empty((_LANES, 257), dtype=np.uint64)
     lookup = np.empty((_LANES, 1 << _LOOKUP_BITS), dtype=np.uint8)
     states = np.empty(_LANES, dtype=np.uint64)
-    begins, ends, places = np.empty((3, _LANES), dtype=np.int64)  # of the words that are left, and of the symbols
+    # Of the words that are left, and of the symbols; unsigned, since an index that may be negative takes longer.
+    begins, ends, places = np.empty((3, _LANES), dtype=np.uint64)
     for first in range(0, len(fields), _LANES):
         lanes = min(_LANES, len(fields) - first)
         for lane in range(lanes):
@@ -220,8 +368,8 @@ def ans_decode_together(data: _Bytes, fields: _Ints, frequencies: _Ints, out: _B
             states[lane], begins[lane], ends[lane] = state, start, start + 4 * left
         done = 0
         for active in range(lanes, 0, -1):
-            for i in range(done, fields[first + active - 1, 2]):
-                for lane in range(active):
+            for i in range(np.uint64(done), np.uint64(fields[first + active - 1, 2])):
+                for lane in range(np.uint64(active)):
                     state, at = states[lane], ends[lane]
                     quantile = state & _QUANTILE
                     symbol = np.uint64(lookup[lane, quantile >> _LOOKUP_SHIFT])
@@ -232,7 +380,7 @@ def ans_decode_together(data: _Bytes, fields: _Ints, frequencies: _Ints, out: _B
                     state = (state >> _TOTAL_BITS) * (sums[lane, symbol + _ONE] - below) + (quantile - below)
                     if state <= _WORD and at > begins[lane]:
                         for _ in range(4):
-                            at -= 1
+                            at -= _ONE
                             state = state << _BYTE_BITS | np.uint64(data[at])
                         ends[lane] = at
                     states[lane] = state

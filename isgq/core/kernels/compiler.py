@@ -32,6 +32,14 @@ multiply_high: Any = intrinsic(_multiply_high)
 """Upper half of the 128-bit product of two uint64."""
 
 
+def _bit_count(_: Any, a: Any) -> Any:
+    return types.uint64(types.uint64), lambda _, builder, __, arguments: builder.ctpop(arguments[0])
+
+
+bit_count: Any = intrinsic(_bit_count)
+"""How many bits of a uint64 are set."""
+
+
 class _Notice(event.Listener):
     """Says once, when a kernel has to be compiled because no machine code is kept, what is being waited for."""
 
