@@ -50,7 +50,8 @@ def counted() -> Iterator[list[int]]:
         return all_reduce(tensor, **options)
 
     def deal(result: torch.Tensor, data: torch.Tensor, *counts: Any, **options: Any) -> Any:
-        sizes.append(data.numel())  # what a rank has for itself is not among it
+        size = data.numel() * data.element_size()
+        sizes.append(size if counts else size // dist.get_world_size())  # the same for all ranks is a message for all
         return all_to_all(result, data, *counts, **options)
 
     dist.all_gather, dist.all_reduce, dist.all_to_all_single = gather, reduce, deal
