@@ -115,6 +115,12 @@ class Outgoing:
     error: Exception | None = None
 
 
+def refused(error: Exception, parameter: int = NO_PARAMETER) -> Outgoing:
+    """What a rank has to say that cannot take part, because of an error about some parameter."""
+    status = Status.NON_FINITE if isinstance(error, NonFiniteError) else Status.FAILED
+    return Outgoing(status=status, parameter=parameter, error=error)
+
+
 class Gather:
     """One pass: all-gather, then every rank averages.
 
@@ -171,10 +177,8 @@ class Gather:
         self._about = ""
         try:
             return make()
-        except NonFiniteError as error:
-            return Outgoing(status=Status.NON_FINITE, parameter=step.position(self._about), error=error)
         except Exception as error:
-            return Outgoing(status=Status.FAILED, parameter=step.position(self._about), error=error)
+            return refused(error, step.position(self._about))
 
     def _encode(self, step: Step) -> Outgoing:
         records: list[tuple[Carrier, Record | Unfinished]] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from isgq.aggregate import Gather, Outgoing, Step
+from isgq.aggregate import Gather, Outgoing, Step, refused
 from isgq.auto import Auto
 from isgq.choice import Choice, Scope
 from isgq.core.codec import Codec, PairCodec
@@ -24,7 +24,6 @@ from isgq.rows import Rows
 from isgq.sharding import assign, cut, fill
 from isgq.windows import Contributions, Window
 from isgq.wire import pack_message
-from isgq.wire.header import Status
 
 
 def measure(
@@ -74,7 +73,7 @@ def plan_together(
     try:
         sizes = measure(units, choice.pair, windows, key)
     except Exception as error:  # the other ranks must hear of it
-        outgoing = Outgoing(status=Status.FAILED, parameter=step.position(name), error=error)
+        outgoing = refused(error, step.position(name))
     shared = sizes[None]
     if units:
         Gather(exchange).agree(step, outgoing)  # are all ranks here to plan?
@@ -202,7 +201,7 @@ def plan_automatically(
     try:
         found = look(items, auto, windows, step.seed)
     except Exception as error:  # the other ranks must hear of it
-        outgoing = Outgoing(status=Status.FAILED, error=error)
+        outgoing = refused(error)
     Gather(exchange).agree(step, outgoing)  # are all ranks here to plan?
     raw = found.flatten().view(torch.uint8)
     every = exchange.all_gather(raw, [raw.numel()] * workers).wait()

@@ -220,6 +220,7 @@ class Session:
             if planning and not any(present):  # what a step that is refused, or nobody's, has measured is worth nothing
                 self.plan, self._carriers = Plan(), []
         if not any(present):
+            self._aggregate.rollback()
             return False
         self._present = present
         if self._check_every and self.step % self._check_every == 0:
@@ -246,8 +247,8 @@ class Session:
         self.step += 1
 
     def _make_carriers(self, servers: int) -> list[Carrier]:
-        made = make_carriers(self.plan, self._units, self._choice, self._windows, servers, self._say)
-        return self._doubts.apply(made)
+        parts = self._units, self._choice, self._windows, servers, self._say
+        return self._doubts.apply(make_carriers(self.plan, *parts))
 
     def _step(self) -> Step:
         digest = plan_digest(self._choice.spec, [line.codec or line.route for line in self.plan.lines])
@@ -281,8 +282,7 @@ class Session:
 
     def messages(self) -> Messages:
         """Sizes of the last step's messages, for :func:`isgq.bandwidth.predict`."""
-        dense = sum(self._parameters[name].nbytes for name in self._dense)
-        return messages_of(self._aggregate, dense, len(self._names))
+        return messages_of(self._aggregate, sum(self._parameters[n].nbytes for n in self._dense), len(self._names))
 
     # ---- the plan
 

@@ -385,6 +385,17 @@ def test_ranks_that_differ_hold_the_same() -> None:
         assert report == reports[0]
 
 
+@pytest.mark.parametrize("spec", ["isgq", "auto:link=100Mbit/s"])
+def test_a_step_of_nobodys_leaves_nothing_behind(spec: str) -> None:
+    model = deep()
+    with isgq.instrument(model, spec, bucket_cap_mb=TINY, log=lambda _: None) as session:
+        for step in range(3):
+            with session.join():
+                pass
+            loss(model(x_of(step))).backward()
+    assert session.step == 3
+
+
 def loaded() -> tuple[bool, bool]:
     """The pass breaks off on one rank, is not begun on the other, and both go back to an earlier state."""
     model, rank = deep(), dist.get_rank()

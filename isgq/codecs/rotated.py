@@ -43,7 +43,7 @@ from isgq.codecs.rotation_plan import (
     slope_for_variance,
 )
 from isgq.codecs.rotation_sides import COARSEST, Ints, step_table
-from isgq.core.errors import CodecError, OptionError
+from isgq.core.errors import CodecError, NonFiniteError, OptionError
 from isgq.core.keys import Key
 from isgq.core.payload import Contract, Factors, LowRank, PairPayload, Payload
 from isgq.core.registry import register_codec
@@ -72,17 +72,20 @@ class _Made(PairPayload):
     Attributes:
         parts: the payload's own; one whose parts were replaced is read.
         content: what :meth:`Rotated._read` finds in them.
+        unbiased: whether the mode was.
     """
 
     parts: tuple[Payload, Payload] = field(repr=False, compare=False)
     content: tuple[Head, Grid, Ints] = field(repr=False, compare=False)
+    unbiased: bool = field(repr=False, compare=False)
 
 
-def _made(payload: PairPayload) -> tuple[Head, Grid, Ints] | None:
-    """The content of what was encoded here."""
-    if isinstance(payload, _Made) and payload.parts[0] is payload.x and payload.parts[1] is payload.d:
-        return payload.content
-    return None
+def _made(payload: PairPayload, unbiased: bool) -> tuple[Head, Grid, Ints] | None:
+    """The content of what was encoded here, in the same mode."""
+    if not isinstance(payload, _Made) or payload.unbiased is not unbiased:
+        return None
+    own = payload.parts[0] is payload.x and payload.parts[1] is payload.d
+    return payload.content if own else None
 
 
 @register_codec("rotated")
@@ -295,6 +298,9 @@ class Rotated:
             dtype: of the gradient.
             key: of the tensor.
             known: of the layer, if not by the key's name.
+
+        Raises:
+            NonFiniteError: a weight is beyond what can be sent.
         """
         known = known or self.known(key.name, atoms)
         digest = key.digest
@@ -302,6 +308,8 @@ class Rotated:
         light = len(index) - plan.heavy
         codes = np.concatenate([plan.codes, plan.light_codes[None].repeat(light, 0)])
         head = Head(torch.from_numpy(weights).to(torch.bfloat16).double().numpy(), codes, light)
+        if not np.isfinite(head.weights).all():  # also where a light atom's weight is above the gradient's
+            raise NonFiniteError(f"the gradient of {key.name!r} reaches beyond what is sent as its weights")
         device = atoms.weights.device
         chosen = torch.from_numpy(index).to(device)
         left, right = (
@@ -316,7 +324,7 @@ class Rotated:
         body = torch.frombuffer(bytearray(code), dtype=torch.uint8) if code else torch.empty(0, dtype=torch.uint8)
         x = Payload(self.name, (right.shape[1],), dtype, {}, {"head": packed.to(device)}, known.address)
         d = Payload(self.name, (left.shape[1],), dtype, {}, {"code": body.to(device)}, digest if self.unbiased else 0)
-        return _Made(self.name, x, d, (x, d), (head, grid, symbols))
+        return _Made(self.name, x, d, (x, d), (head, grid, symbols), self.unbiased)
 
     # ---- decoding
 
@@ -332,7 +340,7 @@ class Rotated:
             return Factors(_EXACT.decode(payload.x), _DITHERED.decode(payload.d))
         [columns], [outputs] = _one_size(payload.x), _one_size(payload.d)
         known = self._known_at(payload.x.digest, outputs, columns)
-        head, grid, symbols = _made(payload) or self._read(payload, known)
+        head, grid, symbols = _made(payload, self.unbiased) or self._read(payload, known)
         left, right = grid.vectors(symbols)
         if self.common:
             self.common.hear(known, left, right, head.codes)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from isgq.core.errors import NonFiniteError
-from isgq.core.extremes import check_finite
+from isgq.core.extremes import check_finite, is_finite
 from isgq.core.keys import Key
 from isgq.core.payload import Contract, Factors
 
@@ -97,6 +97,8 @@ def decompose(factors: Factors, contract: Contract, key: Key) -> Atoms:
     else:
         _check_finite(x, d, key)
         gradient = contract(x.float(), d.float())
+        if not is_finite(gradient):
+            raise NonFiniteError(f"the gradient of {key.name!r} reaches beyond float32")
         channel = d.dim() - 1 if gradient.dim() == 2 else 1  # of a linear layer the last, of a convolution the second
         bias = d.double().sum([i for i in range(d.dim()) if i != channel])
         atoms = atoms_of_matrix(torch.cat([gradient.reshape(gradient.shape[0], -1).double(), bias[:, None]], 1))

@@ -99,8 +99,9 @@ class Grid:
         """Vectors ``[k, o]`` and ``[k, p]`` of symbols, in units in which one of length 1 has mean square 1."""
         entries = dequantize(symbols, self.dither, self.group, self.ladder.steps)
         outputs, columns = self.sizes
-        split = len(entries) // max(outputs + columns, 1) * outputs
-        return entries[:split].reshape(-1, outputs), entries[split:].reshape(-1, columns)
+        count = len(entries) // max(outputs + columns, 1)
+        split = count * outputs
+        return entries[:split].reshape(count, outputs), entries[split:].reshape(count, columns)
 
     def write(self, symbols: Ints) -> bytes:
         """Their code."""

@@ -1,5 +1,6 @@
 """Dithered quantization: the error is uniform, independent of the tensor, and as large as stated."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from isgq.codecs.dithered import Dithered
 from isgq.core.errors import CodecError, NonFiniteError
+from isgq.core.kernels import disabled
 from isgq.core.keys import Key, uniform
 from isgq.core.payload import Symbols
 from isgq.testing import normal
@@ -134,6 +136,15 @@ def test_alphabet(options, alphabet):
 def test_zeros_stay_zero(options):
     x = normal(7, 30, 40).relu()
     assert (send(Dithered(**options), x)[x == 0] == 0).all()
+
+
+@pytest.mark.parametrize("levels", [1, 62, 127])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_half_stays_finite_at_the_largest_numbers(levels, kernels):
+    x = torch.full((300,), torch.finfo(torch.float32).max)
+    with nullcontext() if kernels else disabled():
+        c = Dithered(levels=levels, mode="half")
+        assert c.decode(c.encode(x, KEY)).isfinite().all()
 
 
 def test_half_needs_no_digest():

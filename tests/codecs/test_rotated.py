@@ -185,6 +185,21 @@ def test_senders_decode_what_receivers_do(spec):
         payload, d=replace(payload.d, tensors={"code": head()}), x=replace(payload.x, tensors={"head": head(0, 0)})
     )
     assert isgq.codec(spec).decode_pair(empty).left.shape == (0, 30)
+    nothing = replace(empty, x=replace(empty.x, shape=(0,)), d=replace(empty.d, shape=(0,)))
+    assert isgq.codec(spec).decode_pair(nothing).left.shape == (0, 0)
+
+
+def test_a_payload_is_read_by_a_codec_of_another_mode():
+    """Which does not take what the encoder knows of it for its own."""
+    payload = Rotated().encode_pair(factors_of_many_directions(), linear_contract, KEY)
+    other = Rotated(mode="mmse")
+    try:
+        theirs = other.decode_pair(unpack(pack(payload)))
+    except CodecError:
+        with pytest.raises(CodecError):
+            other.decode_pair(payload)
+    else:
+        assert torch.equal(other.decode_pair(payload).left, theirs.left)
 
 
 def test_nothing_to_send():
@@ -213,6 +228,22 @@ def test_beyond_float32_is_refused():
     factors = Factors(normal(1, 4, 6) * 1e30, normal(2, 4, 5) * 1e30)
     with pytest.raises(NonFiniteError, match="beyond float32"):
         Rotated().encode_pair(factors, linear_contract, KEY)
+    many = Factors(normal(1, 50, 6) * 1e20, normal(2, 50, 5) * 1e20)
+    with pytest.raises(NonFiniteError, match="beyond float32"):
+        Rotated().encode_pair(many, linear_contract, KEY)
+
+
+@pytest.mark.parametrize(
+    ("spec", "norm"),
+    [("rotated", 3.399e38), ("rotated:mode=mmse,nmse=0.1", 3.399e38), ("rotated:atoms=1", 3e38)],
+)
+def test_weights_beyond_what_is_sent_are_refused(spec, norm):
+    """A receiver would refuse them: those that bfloat16 cannot hold, and those of light atoms, which are heavier."""
+    x, d = normal(1, 4, 6).double(), normal(2, 4, 5).double()
+    x = torch.cat([x[:, :-1], x.new_zeros(4, 1)], 1)
+    size = float(torch.linalg.matrix_norm(d.T @ torch.cat([x, x.new_ones(4, 1)], 1), 2))
+    with pytest.raises(NonFiniteError, match="beyond"):
+        isgq.codec(spec).encode_pair(Factors(x.float(), (d * (norm / size)).float()), linear_contract, KEY)
 
 
 @pytest.mark.parametrize(
@@ -276,6 +307,7 @@ def test_forged_parts_are_refused(payload):
         replace(payload, x=replace(payload.x, shape=(1 << 61,))),
         replace(payload, d=replace(payload.d, shape=(1 << 61,))),
         replace(payload, d=replace(payload.d, shape=(5, 6))),
+        replace(payload, d=replace(payload.d, shape=(0,))),
         replace(payload, d=replace(payload.d, codec="exact")),
         replace(payload, codec="naive"),
     ]
