@@ -200,6 +200,8 @@ class Dithered:
                 kernels.undither(given, each, buckets.size, start, stop, state, step, shift, sparse, out)
 
         map_stream(work, buckets.numel, digest, _ROLE, flat.device)
+        if self.mode == "half":  # L (peak / L) may round up to infinity
+            flat.clamp_(-_LARGEST, _LARGEST)
 
     def _rebuild(self, symbols: Tensor, digest: int, first: int) -> Tensor:
         """Decoded values in units of the scale, of a block that begins at element ``first``."""

@@ -207,7 +207,7 @@ def rescale(
         first, last = max(start, bucket * size), min(stop, (bucket + 1) * size)
         scale, given, values = scales[bucket], symbols[first:last], out[first:last]
         for i in range(last - first):
-            values[i] = _clamp((np.float32(given[i]) - middle) / parts * scale, -_LARGEST, _LARGEST)
+            values[i] = (np.float32(given[i]) - middle) / parts * scale
 
 
 @kernel

@@ -196,7 +196,7 @@ def _rescale(
     i = _indices(BLOCK)
     k = (tl.load(symbols + i, mask=i < n).to(tl.int32) - levels).to(tl.float32)
     value = tl.div_rn(k, parts.to(tl.float32)) * _scale(scales, i, first, size, i < n)
-    tl.store(out + i, _clamp(value, -_LARGEST, _LARGEST), mask=i < n)
+    tl.store(out + i, value, mask=i < n)
 
 
 @_kernel
