@@ -1,12 +1,14 @@
 """The streams of a message side by side: as one after another."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from isgq.core.errors import WireError
-from isgq.core.kernels import compiled, disabled
+from isgq.core.kernels import SWITCH, compiled, disabled
 from isgq.core.payload import Symbols
 from isgq.wire import entropy, together
 from isgq.wire.ans import ans_encode
@@ -15,6 +17,7 @@ from isgq.wire.entropy import Coder, CoderName, encode_stream
 from isgq.wire.together import Stream, decode_together, encode_together
 
 CPU = torch.device("cpu")
+with_kernels = pytest.mark.skipif(os.environ.get(SWITCH) == "0", reason="kernels are turned off")
 
 
 def _some_symbols(rng: np.random.Generator) -> Symbols:
@@ -42,11 +45,11 @@ def test_streams_are_coded_side_by_side_as_one_after_another_or_not_at_all(seed:
         assert encode_together(streams, coder) == [None] * len(streams)
 
 
+@with_kernels
 def test_large_streams_and_those_outside_their_alphabet_are_left_to_the_plain_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if compiled("coding", CPU) is None:
-        pytest.skip("no kernels")
+    assert compiled("coding", CPU) is not None
     for module in (entropy, together):
         monkeypatch.setattr(module, "LARGE", 1000)
     good = Symbols(torch.tensor([0, 1, 0, 0] * 20, dtype=torch.uint8), 3)
@@ -55,12 +58,12 @@ def test_large_streams_and_those_outside_their_alphabet_are_left_to_the_plain_wa
     assert [coded is None for coded in encode_together([bad, good, large, good], "auto")] == [True, False, True, False]
 
 
+@with_kernels
 @pytest.mark.parametrize("alphabet", [2, 3, 17, 256])
 def test_any_frequencies_code_alike_side_by_side(alphabet: int) -> None:
     """Reciprocals are exact for every frequency, powers of two, their neighbours and the extremes among them."""
     kernels = compiled("coding", CPU)
-    if kernels is None:
-        pytest.skip("no kernels")
+    assert kernels is not None
     rng = np.random.default_rng(alphabet)
     room = (1 << 24) - alphabet
     for first in (0, 1, 2, *((1 << bits) - edge for bits in (7, 16, 22, 23) for edge in (0, 1, 2)), room):
